@@ -1,0 +1,1 @@
+"""Training on the memory you have."""
