@@ -1,0 +1,495 @@
+"""The engine: owns units, lets the gate decide what leaves, brings bytes back, frees what no graph needs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tidegate.errors import CorruptionError, SessionClosedError
+from tidegate.offload.gate import Gate
+from tidegate.offload.ledger import Ledger
+from tidegate.offload.stats import OffloadStats
+from tidegate.offload.step import Step
+from tidegate.offload.storage import StorageKey, ViewSpec
+from tidegate.offload.tierset import TierSet
+from tidegate.offload.transfer import Mover, checksum, rebuild
+from tidegate.offload.unit import Arrival, Outcome, State, Unit, VersionGuard
+
+__all__ = ["Engine", "SavedHandle"]
+
+_log = logging.getLogger("tidegate")
+
+
+class SavedHandle:
+    """What autograd's graph holds instead of the tensor. When the graph lets go of it, the bytes are freed."""
+
+    __slots__ = ("_engine", "guard", "index", "step", "turn", "unit", "view")
+
+    def __init__(
+        self, engine: Engine, unit: Unit, view: ViewSpec, guard: VersionGuard, step: Step, index: int
+    ) -> None:
+        self._engine = engine
+        self.unit = unit
+        self.view = view
+        self.guard = guard
+        self.step = step
+        self.index = index
+        self.turn = -1
+
+    def unpack(self) -> Tensor:
+        """Returns the saved view, its bytes, strides and alignment as they were; may be called again."""
+        self.guard.check()
+        return self._engine.fetch(self)
+
+    def __del__(self) -> None:
+        self._engine.release(self.unit, self.step, self.turn)
+
+
+class Engine:
+    """Thread-safe. One lock guards units, steps and books; waiting for I/O happens outside it.
+
+    Args:
+        tiers: Opens and lists the tiers.
+        gate: Decides how much leaves.
+        mover_for: Gives the mover of a device.
+        window: Bytes in flight, each way.
+        verify: Checksum every unit when it leaves and when it is back.
+    """
+
+    def __init__(
+        self, tiers: TierSet, gate: Gate, mover_for: Callable[[torch.device], Mover], *, window: int, verify: bool
+    ) -> None:
+        self.gate = gate
+        self.window = window
+        self.closed = False
+        self._tiers = tiers
+        self._mover_for = mover_for
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._released: SimpleQueue[tuple[Unit, Step, int]] = SimpleQueue()
+        self._ledger = Ledger()
+        self._units: dict[StorageKey, Unit] = {}
+        self._staying: OrderedDict[int, Unit] = OrderedDict()
+        self._staying_bytes = 0
+        self._leaving_bytes = 0
+        self._coming_bytes = 0
+
+    # Saving
+
+    def save(
+        self, tensor: Tensor, guard: VersionGuard, view: ViewSpec, key: StorageKey, weak: StorageWeakRef, step: Step
+    ) -> SavedHandle:
+        """Makes (or finds) the unit of a saved tensor and moves out what the gate asks for.
+
+        Args:
+            tensor: The saved tensor, strided.
+            guard: Its version.
+            view: Its view of the storage.
+            key: Identity of the bytes that travel for it.
+            weak: Weak reference to its storage.
+            step: The step that saves it.
+        """
+        leavers: list[Unit] = []
+        with self._locked():
+            unit = self._units.get(key)
+            if unit is None or unit.storage.expired() or not unit.guard.unchanged():
+                unit = self._create(tensor, guard, key, weak)
+                step.eligible += unit.nbytes
+                leavers = self._over_budget(unit.nbytes)
+            elif unit.checksum is not None and not key.span.dense:
+                self._check(unit, tensor, 0)
+            unit.handles += 1
+            handle = SavedHandle(self, unit, view, guard, step, step.add(unit))
+        for leaver in leavers:
+            self._depart(leaver)
+        return handle
+
+    def exclude(self, nbytes: int) -> None:
+        """Books saved bytes that may not move."""
+        with self._lock:
+            self._ledger.counters.excluded += nbytes
+
+    def _create(self, tensor: Tensor, guard: VersionGuard, key: StorageKey, weak: StorageWeakRef) -> Unit:
+        source = tensor.conj() if tensor.is_conj() else tensor
+        source = torch._neg_view(source) if source.is_neg() else source
+        shift, nbytes = 0, key.span.nbytes
+        origin = tensor.untyped_storage().data_ptr()
+        if key.span.dense:
+            source = source.contiguous()
+            shift, nbytes = -key.span.start, source.nbytes
+        unit = Unit(
+            key=key,
+            nbytes=nbytes,
+            device=tensor.device,
+            origin=origin,
+            address=source.untyped_storage().data_ptr() + key.span.start + shift,
+            guard=guard,
+            storage=weak,
+            source=source,
+            source_shift=shift,
+            producer=self._mover_for(tensor.device).producer(),
+        )
+        self._units[key] = unit
+        self._staying[id(unit)] = unit
+        self._staying_bytes += nbytes
+        self._ledger.occupy(nbytes)
+        return unit
+
+    def _over_budget(self, arrived: int) -> list[Unit]:
+        if self.closed:
+            return []
+        excess = self.gate.excess(self._staying_bytes, self._leaving_bytes, arrived)
+        leavers: list[Unit] = []
+        while excess > 0 and self._staying:
+            _, unit = self._staying.popitem(last=False)
+            self._staying_bytes -= unit.nbytes
+            excess -= unit.nbytes
+            leavers.append(unit)
+        return leavers
+
+    # Leaving
+
+    def _depart(self, unit: Unit) -> None:
+        """Starts moving a unit to the first tier that has room; waits, without the lock, for the window."""
+        mover = self._mover_for(unit.device)
+        mover.make_room(self, unit.nbytes)
+        for tier in self._tiers.open():
+            if tier.name in unit.refused:
+                continue
+            lease = tier.reserve(unit.nbytes, mover.lease_phase(unit))
+            if lease is None:
+                continue
+            if not mover.stage(unit, tier):
+                tier.free(lease)
+                continue
+            with self._locked():
+                if unit.state is State.DEAD or self.closed:
+                    mover.unstage(unit)
+                    tier.free(lease)
+                    return
+                unit.tier, unit.lease = tier, lease
+                if self._verify:
+                    assert unit.source is not None
+                    unit.checksum = checksum(unit.source, unit.key.span.start + unit.source_shift, unit.nbytes)
+                unit.future = future = mover.leave(unit)
+                unit.state = State.LEAVING
+                self._leaving_bytes += unit.nbytes
+            future.add_done_callback(functools.partial(self._left, unit))
+            return
+        self._tiers.warn_full(unit.nbytes)
+
+    def _left(self, unit: Unit, future: Future[int]) -> None:
+        """A write ended, in a worker thread. Bytes that did not arrive take the next tier, or stay."""
+        if future.cancelled():
+            return
+        error = future.exception()
+        mover = self._mover_for(unit.device)
+        with self._locked():
+            if error is None:
+                self._ledger.wrote(unit)
+                mover.stored(unit)
+                if mover.vacates_when_stored:
+                    self.vacate(unit)
+            else:
+                self._refuse(unit, mover, error)
+            self._changed.notify_all()
+
+    def _refuse(self, unit: Unit, mover: Mover, error: BaseException) -> None:
+        assert unit.tier is not None
+        _log.warning(
+            "%s tier: writing %d bytes failed (%s); they take the next tier, or stay where they are",
+            unit.tier.name,
+            unit.nbytes,
+            error,
+        )
+        unit.refused += (unit.tier.name,)
+        if unit.lease is not None:
+            unit.tier.free(unit.lease)
+        unit.lease = unit.future = None
+        if unit.state is not State.AWAY:
+            mover.unstage(unit)
+        if unit.state is State.LEAVING:
+            self._stay(unit)
+            self._staying[id(unit)] = unit
+            self._staying.move_to_end(id(unit), last=False)
+            self._staying_bytes += unit.nbytes
+
+    def _stay(self, unit: Unit) -> None:
+        unit.state = State.RESIDENT
+        self._leaving_bytes -= unit.nbytes
+
+    def vacate(self, unit: Unit) -> None:
+        """Lets go of device memory whose bytes are safe elsewhere. The lock is held."""
+        if unit.state is not State.LEAVING:
+            return
+        self._stay(unit)
+        if not unit.retained:
+            unit.state = State.AWAY
+            unit.source = None
+            self._ledger.occupy(-unit.nbytes)
+
+    def wait_for_room(self, nbytes: int) -> None:
+        """Waits until `nbytes` more may be in flight; one unit always may."""
+        with self._locked():
+            if not self._fits(nbytes):
+                started = time.perf_counter()
+                self._changed.wait_for(lambda: self._fits(nbytes))
+                self._ledger.counters.stall_seconds += time.perf_counter() - started
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.closed or not self._leaving_bytes or self._leaving_bytes + nbytes <= self.window
+
+    def vacate_while(self, nbytes: int, oldest: Callable[[], Unit | None]) -> None:
+        """Vacates the units that `oldest` gives, until `nbytes` more may be in flight."""
+        with self._locked():
+            while not self._fits(nbytes):
+                unit = oldest()
+                if unit is None:
+                    return
+                self.vacate(unit)
+
+    # Coming back
+
+    def fetch(self, handle: SavedHandle) -> Tensor:
+        """Returns the view a handle stands for.
+
+        Raises:
+            TierIOError: The tier lost the bytes.
+            CorruptionError: They came back different.
+            SessionClosedError: The session was closed while a graph still needed them.
+        """
+        unit = handle.unit
+        mover = self._mover_for(unit.device)
+        arrival: Arrival | None = None
+        source: Tensor | None = None
+        while arrival is None and source is None:
+            with self._locked():
+                handle.step.reached(handle.index)
+                source = unit.source
+                if source is not None:
+                    self._forward(unit)
+                else:
+                    arrival = self._arrival(unit, mover)
+                if source is not None or arrival is not None:
+                    self._prefetch(handle.step)
+            if source is None and arrival is None:
+                mover.wait_for_staging(unit.nbytes)
+        if arrival is not None:
+            self._land(unit, arrival, mover)
+            base, shift = arrival.base, arrival.shift
+        else:
+            assert source is not None
+            base, shift = source, unit.source_shift
+            if unit.checksum is not None:
+                self._check(unit, base, shift)
+        tensor = rebuild(handle.view, base, shift, unit)
+        with self._locked():
+            self._seen(handle)
+        return tensor
+
+    def _forward(self, unit: Unit) -> None:
+        """Backward takes bytes that are still on the device; a write that has not begun is called off."""
+        self._unclaim(unit)
+        if unit.state is State.LEAVING:
+            self._ledger.used(unit, Outcome.FORWARDED)
+            self._retain(unit)
+
+    def _retain(self, unit: Unit) -> None:
+        """Keeps the device copy of a leaving unit for backward."""
+        assert unit.tier is not None
+        unit.retained = True
+        if unit.future is not None and unit.future.cancel():
+            self._mover_for(unit.device).unstage(unit)
+            unit.tier.free(unit.lease)
+            unit.lease = unit.future = unit.outcome = None
+            self._stay(unit)
+            self._changed.notify_all()
+
+    def _arrival(self, unit: Unit, mover: Mover) -> Arrival | None:
+        """Returns bytes that are back, or on their way; starts the way if need be, None without staging room."""
+        arrival = unit.arrival
+        if arrival is not None and arrival.unedited():
+            return arrival
+        self._drop_arrival(unit, mover)
+        if self.closed:
+            raise SessionClosedError(
+                "the offload session was closed while a graph still needed its bytes; "
+                "run backward before session.close()"
+            )
+        unit.arrival = arrival = mover.bring(unit)
+        if arrival is not None:
+            self._ledger.used(unit, Outcome.READ)
+            self._ledger.occupy(unit.nbytes)
+        return arrival
+
+    def _prefetch(self, step: Step) -> None:
+        """Starts bringing back what backward needs next, as far ahead as the window allows."""
+        while self._coming_bytes < self.window and not self.closed:
+            unit = step.next_needed()
+            if unit is None:
+                return
+            if self._coming_bytes and self._coming_bytes + unit.nbytes > self.window:
+                return
+            if unit.state is State.LEAVING and not unit.claimed:
+                self._claim(unit)
+                self._retain(unit)
+            elif unit.state is State.AWAY and unit.arrival is None:
+                if self._arrival(unit, self._mover_for(unit.device)) is None:
+                    return
+                self._claim(unit)
+            step.cursor -= 1
+
+    def _claim(self, unit: Unit) -> None:
+        """Counts a unit that waits on the device for its use in backward."""
+        unit.claimed = True
+        self._coming_bytes += unit.nbytes
+
+    def _unclaim(self, unit: Unit) -> None:
+        if unit.claimed:
+            unit.claimed = False
+            self._coming_bytes -= unit.nbytes
+
+    def _land(self, unit: Unit, arrival: Arrival, mover: Mover) -> None:
+        started = time.perf_counter()
+        try:
+            mover.land(arrival)
+            if unit.checksum is not None and not arrival.verified:
+                self._check(unit, arrival.base, arrival.shift)
+                arrival.verified = True
+        except CancelledError:
+            raise SessionClosedError("the offload session was closed while backward read its bytes") from None
+        except Exception:
+            with self._locked():
+                if unit.arrival is arrival:
+                    self._drop_arrival(unit, mover)
+            raise
+        waited = time.perf_counter() - started
+        with self._locked():
+            self._ledger.counters.stall_seconds += waited
+
+    def _check(self, unit: Unit, base: Tensor, shift: int) -> None:
+        if not torch.equal(unit.checksum, checksum(base, unit.key.span.start + shift, unit.nbytes)):
+            raise CorruptionError(
+                f"verify: {unit.nbytes} saved bytes changed between save and use. An edit that autograd cannot see "
+                f"(tensor.data, a custom kernel) does this, and so does broken hardware"
+            )
+
+    def _seen(self, handle: SavedHandle) -> None:
+        """One handle has its view. When all have, the copy that came back is no longer held here."""
+        unit = handle.unit
+        self._unclaim(unit)
+        if handle.turn != unit.turn:
+            handle.turn = unit.turn
+            unit.seen += 1
+        self._end_turn(unit)
+
+    def _end_turn(self, unit: Unit) -> None:
+        if unit.seen and unit.seen >= unit.handles:
+            unit.turn += 1
+            unit.seen = 0
+            self._drop_arrival(unit, self._mover_for(unit.device))
+
+    def _drop_arrival(self, unit: Unit, mover: Mover) -> None:
+        if unit.arrival is not None:
+            self._unclaim(unit)
+            mover.abandon(unit.arrival)
+            unit.arrival = None
+            self._ledger.occupy(-unit.nbytes)
+
+    # The end of things
+
+    def release(self, unit: Unit, step: Step, turn: int) -> None:
+        """A handle died. Runs in any thread, also inside the garbage collector: it never waits for the lock."""
+        self._released.put((unit, step, turn))
+        self._settle()
+
+    def _settle(self) -> None:
+        while not self._released.empty():
+            if not self._lock.acquire(blocking=False):
+                return  # whoever holds it settles when letting go
+            try:
+                self._forget(*self._released.get_nowait())
+            except Empty:
+                pass
+            finally:
+                self._lock.release()
+
+    def _forget(self, unit: Unit, step: Step, turn: int) -> None:
+        unit.handles -= 1
+        step.alive -= 1
+        if turn == unit.turn:
+            unit.seen -= 1
+        if not unit.handles:
+            self._kill(unit)
+        else:
+            self._end_turn(unit)
+        if not step.alive:
+            self._end(step)
+
+    def _kill(self, unit: Unit) -> None:
+        mover = self._mover_for(unit.device)
+        if self._units.get(unit.key) is unit:
+            del self._units[unit.key]
+        if self._staying.pop(id(unit), None) is not None:
+            self._staying_bytes -= unit.nbytes
+        if unit.future is not None and unit.future.cancel():
+            unit.future = None
+        if unit.state is State.LEAVING:
+            self._leaving_bytes -= unit.nbytes
+        self._drop_arrival(unit, mover)
+        self._unclaim(unit)
+        if unit.source is not None:
+            self._ledger.occupy(-unit.nbytes)
+        self._ledger.died(unit)
+        unit.state = State.DEAD
+        mover.drop(unit)
+        unit.source = unit.lease = None
+        self._changed.notify_all()
+
+    def backward_ended(self, step: Step) -> None:
+        """Autograd finished a backward that reached the step."""
+        with self._locked():
+            self._end(step)
+
+    def _end(self, step: Step) -> None:
+        if not step.ended:
+            step.ended = True
+            self._ledger.counters.steps += 1
+            self.gate.step_ended(step.eligible)
+
+    def stats(self) -> OffloadStats:
+        with self._locked():
+            return self._ledger.freeze(self._tiers.modes())
+
+    def reset_stats(self) -> None:
+        with self._locked():
+            self._ledger.reset()
+
+    def close(self) -> None:
+        """Ends all I/O and gives everything back. Bytes that a live graph still needs are lost; it will raise."""
+        with self._locked():
+            if self.closed:
+                return
+            self.closed = True
+            self._changed.notify_all()
+        self._tiers.close()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._settle()

@@ -1,0 +1,80 @@
+"""Gates: how many resident bytes must leave now. The oldest go first, so the tail that backward needs stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["FixedGate", "Gate", "HeadroomGate", "ShareGate"]
+
+
+class Gate(Protocol):
+    """Decides by bytes alone; the engine chooses which units."""
+
+    def excess(self, resident: int, leaving: int, arrived: int) -> int:
+        """Bytes that must leave.
+
+        Args:
+            resident: Eligible bytes that stay on the device now, those on their way out not counted.
+            leaving: Bytes on their way out.
+            arrived: Bytes saved since the last call.
+        """
+        ...
+
+    def step_ended(self, eligible: int) -> None:
+        """Learns the eligible bytes of a finished step."""
+        ...
+
+
+@dataclass(slots=True)
+class FixedGate:
+    """Keeps at most `budget` bytes; 0 moves everything."""
+
+    budget: int
+
+    def excess(self, resident: int, leaving: int, arrived: int) -> int:
+        return max(0, resident - self.budget)
+
+    def step_ended(self, eligible: int) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class ShareGate:
+    """Keeps a share of what a step saves. The first step is not known yet, so all of it moves."""
+
+    share: float
+    _largest: int = 0
+
+    def excess(self, resident: int, leaving: int, arrived: int) -> int:
+        return max(0, resident - int(self.share * self._largest))
+
+    def step_ended(self, eligible: int) -> None:
+        self._largest = max(self._largest, eligible)
+
+
+@dataclass(slots=True)
+class HeadroomGate:
+    """Moves nothing while measured headroom stays above a margin.
+
+    Args:
+        headroom: Reads the headroom in bytes.
+        margin: Bytes that must stay free.
+        interval: Bytes saved between two readings; a reading costs microseconds.
+    """
+
+    headroom: Callable[[], int]
+    margin: int
+    interval: int
+    _since: int = 0
+
+    def excess(self, resident: int, leaving: int, arrived: int) -> int:
+        self._since += arrived
+        if self._since < self.interval:
+            return 0
+        self._since = 0
+        return max(0, min(resident, self.margin - self.headroom() - leaving))
+
+    def step_ended(self, eligible: int) -> None:
+        pass

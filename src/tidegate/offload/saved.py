@@ -1,0 +1,154 @@
+"""The saved-tensor hooks: pack puts a handle into the graph, unpack gives the tensor back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import Variable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tidegate.offload.engine import Engine, SavedHandle
+from tidegate.offload.step import Step
+from tidegate.offload.storage import StorageKey, ViewSpec, storage_of
+from tidegate.offload.unit import VersionGuard
+
+__all__ = ["Kept", "Packer"]
+
+_log = logging.getLogger("tidegate")
+_UNTRACKED = -1
+
+
+class Kept:
+    """A tensor that stays. Its version is checked all the same, since hooks switch autograd's own check off."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = _version(tensor)
+
+    def unpack(self) -> Tensor:
+        if self._version != _UNTRACKED and self._tensor._version != self._version:
+            raise VersionGuard.error(self._tensor.dtype, self._tensor._version, self._version)
+        return self._tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """A wrapper subclass whose inner tensors were packed one by one."""
+
+    kind: type
+    inner: dict[str, Any]
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def unpack(self) -> Tensor:
+        tensors = {name: packed.unpack() for name, packed in self.inner.items()}
+        tensor: Tensor = self.kind.__tensor_unflatten__(tensors, self.context, self.shape, self.stride)  # type: ignore[attr-defined]
+        return tensor
+
+
+class Surroundings(Protocol):
+    """What pack must know of the model."""
+
+    owned: frozenset[int]
+
+    def may_move(self, device: torch.device) -> bool: ...
+
+
+class Packer:
+    """The two hooks.
+
+    Args:
+        engine: Where units go.
+        surroundings: Storages that belong to parameters and buffers, and devices whose tensors may move.
+        current: Gives the step that saves now.
+        min_bytes: Smaller ranges stay.
+    """
+
+    def __init__(
+        self, engine: Engine, surroundings: Surroundings, current: Callable[[], Step], min_bytes: int
+    ) -> None:
+        self._engine = engine
+        self._surroundings = surroundings
+        self._current = current
+        self._min_bytes = max(min_bytes, 1)
+        self._said: set[type] = set()
+
+    def pack(self, tensor: Tensor) -> SavedHandle | Kept | Flattened:
+        """Decides what the graph holds for a saved tensor."""
+        if torch._C._current_graph_task_id() != -1:
+            return Kept(tensor)  # saved by backward itself: needed again at once
+        if type(tensor) is not Tensor or not _is_plain(tensor):
+            return self._pack_special(tensor)
+        storage, weak = storage_of(tensor)
+        if storage._cdata in self._surroundings.owned:
+            return Kept(tensor)
+        view = ViewSpec.of(tensor)
+        span = view.range_in(storage.nbytes())
+        travels = view.nbytes if span.dense else span.nbytes
+        if travels < self._min_bytes or not self._surroundings.may_move(tensor.device):
+            self._engine.exclude(view.nbytes)
+            return Kept(tensor)
+        guard = VersionGuard(tensor)
+        layout = (view.dtype, view.shape, view.stride) if span.dense else ()
+        key = StorageKey(storage._cdata, storage.data_ptr(), storage.nbytes(), guard.version, span, layout)
+        return self._engine.save(tensor, guard, view, key, weak, self._current())
+
+    pack.steps_aside = True  # type: ignore[attr-defined]  # see functorch.py
+
+    def unpack(self, packed: SavedHandle | Kept | Flattened) -> Tensor:
+        """Gives the tensor back; may run more than once."""
+        if isinstance(packed, SavedHandle):
+            self._watch(packed.step)
+        return packed.unpack()
+
+    def _watch(self, step: Step) -> None:
+        """Lets the step end when the backward that reached it has ended."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, step.task):
+            step.task = task
+            Variable._execution_engine.queue_callback(lambda: self._engine.backward_ended(step))
+
+    def _pack_special(self, tensor: Tensor) -> Kept | Flattened:
+        kind = type(tensor)
+        if _is_fake(tensor) or not is_traceable_wrapper_subclass(tensor):
+            self._say_kept(kind)
+            return Kept(tensor)
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: self.pack(getattr(tensor, name)) for name in names}
+        return Flattened(kind, inner, context, tensor.shape, tuple(tensor.stride()))
+
+    def _say_kept(self, kind: type) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            _log.info("saved tensors of kind %s stay on the device: hooks cannot carry them", kind.__name__)
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors and functorch wrappers do not track versions
+        return _UNTRACKED
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return _functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not (
+        _is_fake(tensor)
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_inference()
+        or tensor.device.type not in ("cpu", "cuda")
+    )

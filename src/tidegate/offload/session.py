@@ -1,0 +1,202 @@
+"""attach(model, config) -> OffloadSession: the one object that adapters hold."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tidegate.config import OffloadConfig
+from tidegate.errors import ConfigError, SessionClosedError
+from tidegate.offload import functorch
+from tidegate.offload.build import Surroundings, build_engine
+from tidegate.offload.engine import Engine
+from tidegate.offload.saved import Packer
+from tidegate.offload.stats import OffloadStats
+from tidegate.offload.step import Step, StepStack
+
+__all__ = ["OffloadSession", "attach"]
+
+_sessions: weakref.WeakKeyDictionary[nn.Module, OffloadSession] = weakref.WeakKeyDictionary()
+_attach_lock = threading.Lock()
+
+
+def attach(model: nn.Module, config: OffloadConfig | None = None, *, rank: int = 0) -> OffloadSession:
+    """Makes a model's saved activations leave the device and come back in time for backward.
+
+    The forward of `model` with grad enabled opens a step by itself; `session.step()` widens it. Attach before
+    torch.compile: compiled modules ignore hooks that are registered later.
+
+    Args:
+        model: The root module. Its parameters and buffers never move.
+        config: What may move where; None reads TIDEGATE_* variables and defaults.
+        rank: Rank of this process; spill directories carry it.
+
+    Returns:
+        The session. A second call with an equal config returns the open one.
+
+    Raises:
+        ConfigError: The config cannot be used here, or the model has an open session with another config.
+    """
+    config = OffloadConfig() if config is None else config
+    with _attach_lock:
+        session = _sessions.get(model)
+        if session is not None and not session.closed:
+            if session.config != config:
+                raise ConfigError(
+                    "the model already has an open offload session with another config; close it first: session.close()"
+                )
+            return session
+        session = OffloadSession(model, config, rank=rank)
+        _sessions[model] = session
+        return session
+
+
+class OffloadSession:
+    """Offload of one model. Use `attach` to make one."""
+
+    def __init__(self, model: nn.Module, config: OffloadConfig, *, rank: int = 0) -> None:
+        self.config = config
+        self._surroundings = Surroundings(model)
+        self._engine, self._tiers = build_engine(self._surroundings, config, rank)
+        self._packer = Packer(self._engine, self._surroundings, self._current_step, config.min_bytes)
+        self._threads = StepStack()
+        self._lock = threading.Lock()
+        self._step = Step()
+        self._explicit = 0
+        functorch.install()
+        self._handles = (
+            model.register_forward_pre_hook(_Enter(self), with_kwargs=True),
+            model.register_forward_hook(_Leave(self), with_kwargs=True, always_call=True),
+        )
+        self._finalizer = weakref.finalize(self, _shut, self._engine, self._handles)
+
+    @contextmanager
+    def step(self) -> Iterator[OffloadSession]:
+        """Widens a step to the block: forward and loss, and backward if it is inside.
+
+        A thread takes part by entering the step itself, and then joins the step that is open. Inside another
+        `step()` of the same thread it does nothing.
+
+        Raises:
+            SessionClosedError: The session is closed.
+        """
+        if self.closed:
+            raise SessionClosedError("the offload session is closed; attach the model again")
+        outermost = not self._threads.inside()
+        if outermost:
+            with self._lock:
+                if not self._explicit:
+                    self._step = Step()
+                self._explicit += 1
+        self._enter(explicit=True)
+        try:
+            yield self
+        finally:
+            self._threads.leave()
+            if outermost:
+                with self._lock:
+                    self._explicit -= 1
+
+    def stats(self) -> OffloadStats:
+        """What really moved since attach or the last reset."""
+        return self._engine.stats()
+
+    def reset_stats(self) -> None:
+        """Starts counting anew."""
+        self._engine.reset_stats()
+
+    def close(self) -> None:
+        """Removes the hooks, ends all I/O and deletes everything on disk. Idempotent.
+
+        A graph that still needs moved bytes raises SessionClosedError in its backward.
+        """
+        self._finalizer()
+        self._threads.leave_all()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._engine.closed
+
+    @property
+    def spill_dirs(self) -> tuple[Path, ...]:
+        """Run directories on disk; empty until something went there."""
+        return self._tiers.spill_dirs()
+
+    def __enter__(self) -> OffloadSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _enter(self, *, explicit: bool) -> None:
+        outermost = not self._threads.inside()
+        if outermost:
+            self._surroundings.refresh()
+        self._threads.enter(self._packer, explicit=explicit, hooked=outermost)
+
+    def _forward_begins(self) -> None:
+        """Opens an implicit step: the root module's forward with grad."""
+        model = self._surroundings.model
+        self._threads.drop_interrupted(model)
+        if self.closed or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            self._threads.enter(self._packer, explicit=False, hooked=False)
+        else:
+            self._enter(explicit=False)
+
+    def _forward_ended(self) -> None:
+        self._threads.leave()
+
+    def _current_step(self) -> Step:
+        with self._lock:
+            if self._step.ended and not self._explicit:
+                self._step = Step()
+            return self._step
+
+
+class _RootHook:
+    """A forward hook that a copied or pickled model does not take along: the copy is not attached."""
+
+    def __init__(self, session: OffloadSession | None = None) -> None:
+        self._session = None if session is None else weakref.ref(session)
+
+    def session(self) -> OffloadSession | None:
+        return None if self._session is None or torch.compiler.is_compiling() else self._session()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RootHook:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[_RootHook], tuple[()]]:
+        return type(self), ()
+
+
+class _Enter(_RootHook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        session = self.session()
+        if session is not None:
+            session._forward_begins()
+
+
+class _Leave(_RootHook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        session = self.session()
+        if session is not None:
+            session._forward_ended()
+
+
+def _shut(engine: Engine, handles: tuple[RemovableHandle, ...]) -> None:
+    for handle in handles:
+        handle.remove()
+    functorch.uninstall()
+    engine.close()

@@ -1,0 +1,124 @@
+"""Steps: the order in which units were saved, and which threads are inside one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tidegate.offload.unit import Unit
+
+__all__ = ["Step", "StepStack"]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """Order of saves and the place that backward has reached; the engine's lock guards it.
+
+    Args:
+        order: Units by save; a unit saved again appears again.
+        alive: Handles that may still be unpacked.
+        cursor: Prefetch has looked at every index from here up.
+        last: Index of the latest unpack; a jump upward means another backward over the same graph.
+        eligible: Bytes of the distinct units saved in it.
+        task: Autograd's graph task that is running over it.
+        ended: No further forward joins.
+    """
+
+    order: list[Unit] = field(default_factory=list)
+    alive: int = 0
+    cursor: int = 0
+    last: int = 0
+    eligible: int = 0
+    task: int = -1
+    ended: bool = False
+
+    def add(self, unit: Unit) -> int:
+        """Appends a save and returns its index."""
+        self.order.append(unit)
+        self.alive += 1
+        self.cursor = self.last = len(self.order)
+        return len(self.order) - 1
+
+    def reached(self, index: int) -> None:
+        """Backward unpacks the save at `index`."""
+        if index > self.last:
+            self.cursor = index
+        self.last = index
+        self.cursor = min(self.cursor, index)
+
+    def next_needed(self) -> Unit | None:
+        """The unit that backward needs next and prefetch has not looked at; None at the start of the step."""
+        return self.order[self.cursor - 1] if self.cursor > 0 else None
+
+
+class _Hooks(Protocol):
+    def pack(self, tensor: Tensor) -> object: ...
+
+    def unpack(self, packed: object) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class _Level:
+    explicit: bool
+    hooks: saved_tensors_hooks | None
+
+
+class StepStack(threading.local):
+    """Where the current thread is: nested explicit steps and forwards of the root module.
+
+    Saved-tensor hooks are thread-local and form a stack, so the outermost level alone holds them.
+    """
+
+    def __init__(self) -> None:
+        self._levels: list[_Level] = []
+
+    def inside(self) -> bool:
+        """Whether the hooks are installed in this thread."""
+        return any(level.hooks is not None for level in self._levels)
+
+    def enter(self, hooks: _Hooks, *, explicit: bool, hooked: bool) -> None:
+        """Goes one level down; installs the hooks if `hooked`."""
+        level = _Level(explicit, saved_tensors_hooks(hooks.pack, hooks.unpack) if hooked else None)
+        if level.hooks is not None:
+            level.hooks.__enter__()
+        self._levels.append(level)
+
+    def leave(self) -> None:
+        """Goes one level up."""
+        if self._levels:
+            level = self._levels.pop()
+            if level.hooks is not None:
+                level.hooks.__exit__(None, None, None)
+
+    def leave_all(self) -> None:
+        """Leaves every level of this thread."""
+        while self._levels:
+            self.leave()
+
+    def drop_interrupted(self, root: nn.Module | None) -> None:
+        """Leaves forwards that a KeyboardInterrupt ended: torch runs always-called hooks for Exceptions only."""
+        if not self._levels or self._levels[-1].explicit:
+            return
+        running = _running_forwards(root) - 1
+        while self._levels and not self._levels[-1].explicit and self._implicit() > running:
+            self.leave()
+
+    def _implicit(self) -> int:
+        return sum(not level.explicit for level in self._levels)
+
+
+def _running_forwards(root: nn.Module | None) -> int:
+    """Counts the forwards of `root` on this thread's Python stack."""
+    count = 0
+    frame = sys._getframe()
+    code = nn.Module._call_impl.__code__
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is root:
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count

@@ -1,0 +1,153 @@
+"""Identity of a storage at a version, the bytes of it that a view needs, and the way back to the view."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["ByteRange", "StorageKey", "ViewSpec", "owned_storages", "storage_of"]
+
+_WHOLE_FRACTION = 2
+"""A view that spans at least 1/2 of its storage makes the whole storage travel: its siblings then travel free."""
+
+_SPARSE_FRACTION = 4
+"""A view that uses at most 1/4 of the bytes it spans travels as a dense copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes [start, stop) of a storage. `dense` marks a dense copy of a sparse view instead of the range itself."""
+
+    start: int
+    stop: int
+    dense: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class StorageKey:
+    """What makes two saved tensors the same bytes: one storage, one version, one range.
+
+    `handle` is the address of the StorageImpl. It is unique as long as a weak reference to the storage is
+    held, which every unit does; `address` and `nbytes` catch a storage that was resized or swapped in place.
+    """
+
+    handle: int
+    address: int
+    nbytes: int
+    version: int
+    span: ByteRange
+    layout: tuple[object, ...] = ()
+
+
+def storage_of(tensor: Tensor) -> tuple[torch.UntypedStorage, StorageWeakRef]:
+    """Returns the storage of a strided tensor and a weak reference that keeps its identity unique."""
+    storage = tensor.untyped_storage()
+    return storage, StorageWeakRef(storage)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewSpec:
+    """A view relative to its storage: enough to build it again over other memory with the same bytes.
+
+    Args:
+        dtype: Element type.
+        shape: Sizes.
+        stride: Strides in elements.
+        offset: Byte offset of the first element in the original storage.
+        conj: Conjugate bit.
+        neg: Negative bit.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> ViewSpec:
+        return cls(
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.storage_offset() * tensor.itemsize,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def physical(self) -> ViewSpec:
+        """The same view of the bytes as they are, without conjugate and negative bits."""
+        return dataclasses.replace(self, conj=False, neg=False)
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last, both included; 0 for an empty view."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct elements, an expanded dimension counted once."""
+        distinct = math.prod(size for size, step in zip(self.shape, self.stride, strict=True) if step != 0)
+        return min(distinct, self.extent) * self.dtype.itemsize
+
+    def range_in(self, storage_nbytes: int) -> ByteRange:
+        """Chooses the bytes that travel for this view: the whole storage, its span, or a dense copy."""
+        span = self.extent * self.dtype.itemsize
+        start, stop = self.offset, self.offset + span
+        if 0 not in self.stride and self.nbytes * _SPARSE_FRACTION <= span:
+            return ByteRange(start, stop, dense=True)
+        if span * _WHOLE_FRACTION >= storage_nbytes:
+            return ByteRange(0, storage_nbytes)
+        return ByteRange(start, stop)
+
+    def over(self, base: Tensor, shift: int) -> Tensor:
+        """Builds the view over `base`, whose storage holds the original byte b at byte b + shift.
+
+        The result shares the version counter of `base`, so that an edit of an unpacked tensor is seen later.
+        """
+        offset = (self.offset + shift) // self.dtype.itemsize
+        typed = base if base.dtype is self.dtype else base.view(self.dtype)
+        view = typed.as_strided(self.shape, self.stride, offset)
+        if self.conj:
+            view = view.conj()
+        return torch._neg_view(view) if self.neg else view
+
+
+def owned_storages(model: nn.Module) -> Iterator[torch.UntypedStorage]:
+    """Yields the storages of every parameter and buffer, of wrapper subclasses and FSDP2's unsharded ones too."""
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield from _storages(tensor)
+        group = getattr(getattr(module, "_fsdp_state", None), "_fsdp_param_group", None)
+        for param in getattr(group, "fsdp_params", ()):
+            unsharded = getattr(param, "_unsharded_param", None)
+            for tensor in (unsharded, *getattr(param, "all_gather_outputs", ())):
+                if isinstance(tensor, Tensor):
+                    yield from _storages(tensor)
+
+
+def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, _ = flatten()
+        for name in names:
+            yield from _storages(getattr(tensor, name))
+        return
+    try:
+        yield tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, or a lazy parameter without data
+        return

@@ -1,0 +1,179 @@
+"""Movers: how bytes travel between a device and a tier, and when device memory may be reused."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tidegate.offload.storage import ViewSpec
+from tidegate.offload.unit import Arrival, Unit
+from tidegate.tiers.tier import ALIGNMENT, Buffer, Tier, align_up
+
+__all__ = ["CpuMover", "Mover", "Window", "byte_view", "checksum", "rebuild", "restore_buffer"]
+
+
+class Window(Protocol):
+    """What a mover may ask of the engine: room for more bytes in flight."""
+
+    def wait_for_room(self, nbytes: int) -> None: ...
+
+    def vacate_while(self, nbytes: int, oldest: Any) -> None: ...
+
+
+class Mover(Protocol):
+    """Moves the units of one device.
+
+    `leave`, `bring`, `stored`, `unstage`, `abandon` and `drop` run under the engine's lock and never wait.
+    """
+
+    vacates_when_stored: bool
+    """Whether device memory may go as soon as the write has ended; otherwise in stream order."""
+
+    def producer(self) -> Any:
+        """What must happen before the bytes saved now may be copied, if not the compute stream's work."""
+        ...
+
+    def lease_phase(self, unit: Unit) -> int:
+        """Page phase of the host memory that the tier will see."""
+        ...
+
+    def make_room(self, window: Window, nbytes: int) -> None:
+        """Waits until `nbytes` more may be in flight."""
+        ...
+
+    def stage(self, unit: Unit, tier: Tier) -> bool:
+        """Takes what the way to `tier` needs, waiting if it must; False when it cannot be had."""
+        ...
+
+    def unstage(self, unit: Unit) -> None:
+        """Gives back what `stage` took."""
+        ...
+
+    def leave(self, unit: Unit) -> Future[int]:
+        """Starts moving the unit's source to its lease."""
+        ...
+
+    def stored(self, unit: Unit) -> None:
+        """The tier has the bytes."""
+        ...
+
+    def bring(self, unit: Unit) -> Arrival | None:
+        """Starts moving the bytes back; None when staging room lacks now."""
+        ...
+
+    def wait_for_staging(self, nbytes: int) -> None:
+        """Waits until `bring` of `nbytes` may succeed."""
+        ...
+
+    def land(self, arrival: Arrival) -> None:
+        """Waits until the current stream may use the arrival."""
+        ...
+
+    def abandon(self, arrival: Arrival) -> None:
+        """The arrival's memory is about to be let go, used or not."""
+        ...
+
+    def drop(self, unit: Unit) -> None:
+        """The unit is dead: frees its lease as soon as that is safe."""
+        ...
+
+
+def byte_view(tensor: Tensor, start: int, nbytes: int) -> Tensor:
+    """Returns bytes [start, start + nbytes) of the tensor's storage as a uint8 tensor."""
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+
+
+def restore_buffer(nbytes: int, address: int, device: torch.device, alignment: int) -> tuple[Tensor, int]:
+    """Allocates room for `nbytes` whose address equals `address` modulo `alignment` at the returned position.
+
+    Kernels choose by alignment, so a restored tensor must sit as the saved one did. The buffer's length is a
+    multiple of the alignment, so that it can be viewed as any element type.
+    """
+    buffer = torch.empty(align_up(nbytes + 2 * alignment, alignment), dtype=torch.uint8, device=device)
+    return buffer, (address - buffer.data_ptr()) % alignment
+
+
+def rebuild(view: ViewSpec, base: Tensor, shift: int, unit: Unit) -> Tensor:
+    """Builds a saved view over bytes that are back; a dense copy is first spread over the view's strides."""
+    if not unit.key.span.dense:
+        return view.over(base, shift)
+    dense = byte_view(base, view.offset + shift, unit.nbytes).view(view.dtype).view(view.shape)
+    extent = view.extent * view.dtype.itemsize
+    buffer, position = restore_buffer(extent, unit.origin + view.offset, base.device, ALIGNMENT)
+    view.physical().over(buffer, position - view.offset).copy_(dense)
+    return view.over(buffer, position - view.offset)
+
+
+_CHUNK = 1 << 22
+
+
+def checksum(tensor: Tensor, start: int, nbytes: int) -> Tensor:
+    """Position-dependent 64-bit sum of bytes [start, start + nbytes) of the tensor's storage, on its device."""
+    data = byte_view(tensor, start, nbytes)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for offset in range(0, nbytes, _CHUNK):
+        piece = data[offset : offset + _CHUNK]
+        words = torch.zeros(align_up(piece.numel(), 8), dtype=torch.uint8, device=tensor.device)
+        words[: piece.numel()] = piece
+        numbers = words.view(torch.int64)
+        weights = torch.arange(offset + 1, offset + 1 + 2 * numbers.numel(), 2, device=tensor.device)
+        total += ((numbers ^ (numbers >> 29)) * weights).sum()
+    return total
+
+
+class CpuMover:
+    """On a CPU run the tier's workers read and write the tensors' own memory; nothing is staged."""
+
+    vacates_when_stored = True
+
+    def producer(self) -> None:
+        return None
+
+    def lease_phase(self, unit: Unit) -> int:
+        return self._address(unit) % ALIGNMENT
+
+    def make_room(self, window: Window, nbytes: int) -> None:
+        window.wait_for_room(nbytes)
+
+    def stage(self, unit: Unit, tier: Tier) -> bool:
+        return True
+
+    def unstage(self, unit: Unit) -> None:
+        pass
+
+    def leave(self, unit: Unit) -> Future[int]:
+        assert unit.tier is not None
+        return unit.tier.write(unit.lease, Buffer(self._address(unit), unit.nbytes, unit.source))
+
+    def stored(self, unit: Unit) -> None:
+        pass
+
+    def bring(self, unit: Unit) -> Arrival:
+        assert unit.tier is not None
+        buffer, position = restore_buffer(unit.nbytes, unit.address, unit.device, ALIGNMENT)
+        future = unit.tier.read(unit.lease, Buffer(buffer.data_ptr() + position, unit.nbytes, buffer))
+        return Arrival(buffer, position - unit.key.span.start, future)
+
+    def wait_for_staging(self, nbytes: int) -> None:
+        pass
+
+    def land(self, arrival: Arrival) -> None:
+        if arrival.future is not None:
+            arrival.future.result()
+
+    def abandon(self, arrival: Arrival) -> None:
+        if arrival.future is not None:
+            arrival.future.cancel()
+
+    def drop(self, unit: Unit) -> None:
+        if unit.tier is not None and unit.lease is not None:
+            unit.tier.free(unit.lease)
+
+    @staticmethod
+    def _address(unit: Unit) -> int:
+        assert unit.source is not None
+        return unit.source.untyped_storage().data_ptr() + unit.key.span.start + unit.source_shift
