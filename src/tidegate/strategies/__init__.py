@@ -1,7 +1,7 @@
 """Adapters that put the engine into a trainer.
 
-Importing this package registers the Lightning strategies: at once where Lightning is loaded, otherwise as soon as it is.
-It loads no trainer by itself.
+Importing this package registers the Lightning strategies: at once where Lightning is loaded, otherwise as soon as it
+is. It loads no trainer by itself.
 """
 
 from __future__ import annotations
