@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from tidegate.config import DiskPath, OffloadConfig, Percent, check_disk_paths
+from tidegate.config import OffloadConfig, Percent, usable_disk_paths
 from tidegate.memory import headroom
 from tidegate.offload.engine import Engine
 from tidegate.offload.gate import FixedGate, Gate, HeadroomGate, ShareGate
 from tidegate.offload.storage import owned_storages
 from tidegate.offload.tierset import TierSet
 from tidegate.offload.transfer import CpuMover, Mover
+from tidegate.tiers.disk import DiskTier
+from tidegate.tiers.host import HostTier, SlabPool
 from tidegate.tiers.tier import Tier
 
 __all__ = ["Surroundings", "build_engine"]
@@ -57,3 +59,85 @@ class Surroundings:
     def may_move(self, device: torch.device) -> bool:
         """On a CUDA run tensors on the CPU stay."""
         return device.type == "cuda" or self.on_cpu
+
+
+def build_engine(surroundings: Surroundings, config: OffloadConfig, rank: int) -> tuple[Engine, TierSet]:
+    """Makes the engine of a session; tiers open when the first bytes leave.
+
+    Raises:
+        ConfigError: A path of `disk_paths` cannot be used.
+    """
+    rooms = _Rooms(surroundings, config, rank)
+    tiers = TierSet([(name, functools.partial(rooms.open, name)) for name in config.tiers])
+    engine = Engine(tiers, _gate(surroundings, config), rooms.mover, window=lambda: rooms.window, verify=config.verify)
+    return engine, tiers
+
+
+class _Rooms:
+    """Resolves budgets against what this machine has, once it is known on which device the model runs."""
+
+    def __init__(self, surroundings: Surroundings, config: OffloadConfig, rank: int) -> None:
+        self._surroundings = surroundings
+        self._config = config
+        self._rank = rank
+        self._paths = usable_disk_paths(config) if "disk" in config.tiers else ()
+        self._movers: dict[torch.device, Mover] = {}
+
+    @functools.cached_property
+    def window(self) -> int:
+        window = self._config.window
+        return headroom.auto_window(self._surroundings.device) if window == "auto" else window
+
+    @functools.cached_property
+    def _pin(self) -> bool:
+        pin = self._config.pin_memory
+        return not self._surroundings.on_cpu if pin == "auto" else pin
+
+    def mover(self, device: torch.device) -> Mover:
+        mover = self._movers.get(device)
+        if mover is None:
+            mover = CpuMover() if device.type == "cpu" else self._cuda_mover(device)
+            mover = self._movers.setdefault(device, mover)
+        return mover
+
+    def _cuda_mover(self, device: torch.device) -> Mover:
+        from tidegate.offload.transfer_cuda import CudaMover
+
+        return CudaMover(device, functools.partial(SlabPool, 2 * self.window, pin=self._pin))
+
+    def open(self, name: str) -> Tier | None:
+        """Opens one tier; None, said once, when it is off here."""
+        return self._open_host() if name == "host" else self._open_disk()
+
+    def _open_host(self) -> Tier | None:
+        if self._surroundings.on_cpu and "tiers" not in self._config.given:
+            return None  # on a CPU run the device is host RAM already
+        budget = self._config.host_budget
+        capacity = headroom.auto_host_budget(headroom.host_headroom()) if budget == "auto" else budget
+        return HostTier(capacity, pin=self._pin) if capacity else None
+
+    def _open_disk(self) -> Tier | None:
+        if not self._paths:
+            return None
+        config = self._config
+        free = headroom.disk_headroom(self._paths)
+        budget = config.disk_budget
+        if budget == "auto":
+            capacity = headroom.auto_disk_budget(free)
+        elif isinstance(budget, Percent):
+            capacity = int(budget * free)
+        else:
+            capacity = budget
+        if not capacity:
+            return None
+        direct = None if config.direct_io == "auto" else config.direct_io
+        return DiskTier(self._paths, capacity, threads=config.io_threads, direct=direct, rank=self._rank)
+
+
+def _gate(surroundings: Surroundings, config: OffloadConfig) -> Gate:
+    budget = config.device_budget
+    if isinstance(budget, Percent):
+        return ShareGate(float(budget))
+    if isinstance(budget, int):
+        return FixedGate(budget)
+    return HeadroomGate(lambda: headroom.device_headroom(surroundings.device), headroom.auto_margin)

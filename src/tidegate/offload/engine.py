@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tidegate.errors import CorruptionError, SessionClosedError
@@ -63,16 +64,16 @@ class Engine:
         tiers: Opens and lists the tiers.
         gate: Decides how much leaves.
         mover_for: Gives the mover of a device.
-        window: Bytes in flight, each way.
+        window: Gives the bytes that may be in flight, each way; asked once, when the first bytes leave.
         verify: Checksum every unit when it leaves and when it is back.
     """
 
     def __init__(
-        self, tiers: TierSet, gate: Gate, mover_for: Callable[[torch.device], Mover], *, window: int, verify: bool
+        self, tiers: TierSet, gate: Gate, mover_for: Callable[[torch.device], Mover], *, window: Callable[[], int], verify: bool
     ) -> None:
         self.gate = gate
-        self.window = window
         self.closed = False
+        self._ask_window = window
         self._tiers = tiers
         self._mover_for = mover_for
         self._verify = verify
@@ -85,6 +86,11 @@ class Engine:
         self._staying_bytes = 0
         self._leaving_bytes = 0
         self._coming_bytes = 0
+
+    @functools.cached_property
+    def window(self) -> int:
+        """Bytes that may be in flight, each way."""
+        return self._ask_window()
 
     # Saving
 
@@ -274,9 +280,9 @@ class Engine:
         mover = self._mover_for(unit.device)
         arrival: Arrival | None = None
         source: Tensor | None = None
+        self._watch(handle)
         while arrival is None and source is None:
             with self._locked():
-                handle.step.reached(handle.index)
                 source = unit.source
                 if source is not None:
                     self._forward(unit)
@@ -298,6 +304,18 @@ class Engine:
         with self._locked():
             self._seen(handle)
         return tensor
+
+    def _watch(self, handle: SavedHandle) -> None:
+        """Notes how far backward has come; the step ends when the backward that reached it has ended."""
+        step = handle.step
+        with self._locked():
+            starts = step.reached(handle.index, torch._C._current_graph_task_id())
+        if starts:
+            Variable._execution_engine.queue_callback(lambda: self._backward_ended(step))
+
+    def _backward_ended(self, step: Step) -> None:
+        with self._locked():
+            self._end(step)
 
     def _forward(self, unit: Unit) -> None:
         """Backward takes bytes that are still on the device; a write that has not begun is called off."""
@@ -346,7 +364,10 @@ class Engine:
                 self._claim(unit)
                 self._retain(unit)
             elif unit.state is State.AWAY and unit.arrival is None:
-                if self._arrival(unit, self._mover_for(unit.device)) is None:
+                try:
+                    if self._arrival(unit, self._mover_for(unit.device)) is None:
+                        return
+                except RuntimeError:  # no memory to run ahead with; what is needed now may still fit
                     return
                 self._claim(unit)
             step.cursor -= 1
@@ -457,11 +478,6 @@ class Engine:
         mover.drop(unit)
         unit.source = unit.lease = None
         self._changed.notify_all()
-
-    def backward_ended(self, step: Step) -> None:
-        """Autograd finished a backward that reached the step."""
-        with self._locked():
-            self._end(step)
 
     def _end(self, step: Step) -> None:
         if not step.ended:

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["HookPair", "install", "uninstall"]
-
-HookPair = tuple[Callable[..., Any], Callable[..., Any]]
+__all__ = ["install", "uninstall"]
 
 _lock = threading.Lock()
 _installed = 0

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _functorch
-from torch.autograd import Variable
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tidegate.offload.engine import Engine, SavedHandle
@@ -22,6 +21,7 @@ __all__ = ["Kept", "Packer"]
 
 _log = logging.getLogger("tidegate")
 _UNTRACKED = -1
+_PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Kept:
@@ -86,7 +86,7 @@ class Packer:
         """Decides what the graph holds for a saved tensor."""
         if torch._C._current_graph_task_id() != -1:
             return Kept(tensor)  # saved by backward itself: needed again at once
-        if type(tensor) is not Tensor or not _is_plain(tensor):
+        if type(tensor) not in _PLAIN_TYPES or not _is_plain(tensor):
             return self._pack_special(tensor)
         storage, weak = storage_of(tensor)
         if storage._cdata in self._surroundings.owned:
@@ -106,23 +106,15 @@ class Packer:
 
     def unpack(self, packed: SavedHandle | Kept | Flattened) -> Tensor:
         """Gives the tensor back; may run more than once."""
-        if isinstance(packed, SavedHandle):
-            self._watch(packed.step)
         return packed.unpack()
-
-    def _watch(self, step: Step) -> None:
-        """Lets the step end when the backward that reached it has ended."""
-        task = torch._C._current_graph_task_id()
-        if task not in (-1, step.task):
-            step.task = task
-            Variable._execution_engine.queue_callback(lambda: self._engine.backward_ended(step))
 
     def _pack_special(self, tensor: Tensor) -> Kept | Flattened:
         kind = type(tensor)
         if _is_fake(tensor) or not is_traceable_wrapper_subclass(tensor):
             self._say_kept(kind)
             return Kept(tensor)
-        names, context = tensor.__tensor_flatten__()
+        wrapper: Any = tensor
+        names, context = wrapper.__tensor_flatten__()
         inner = {name: self.pack(getattr(tensor, name)) for name in names}
         return Flattened(kind, inner, context, tensor.shape, tuple(tensor.stride()))
 

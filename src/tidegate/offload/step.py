@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import FrameType
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tidegate.offload.unit import Unit
 
-__all__ = ["Step", "StepStack"]
+__all__ = ["HookPair", "Step", "StepStack"]
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +24,6 @@ class Step:
         order: Units by save; a unit saved again appears again.
         alive: Handles that may still be unpacked.
         cursor: Prefetch has looked at every index from here up.
-        last: Index of the latest unpack; a jump upward means another backward over the same graph.
         eligible: Bytes of the distinct units saved in it.
         task: Autograd's graph task that is running over it.
         ended: No further forward joins.
@@ -32,7 +32,6 @@ class Step:
     order: list[Unit] = field(default_factory=list)
     alive: int = 0
     cursor: int = 0
-    last: int = 0
     eligible: int = 0
     task: int = -1
     ended: bool = False
@@ -41,25 +40,34 @@ class Step:
         """Appends a save and returns its index."""
         self.order.append(unit)
         self.alive += 1
-        self.cursor = self.last = len(self.order)
+        self.cursor = len(self.order)
         return len(self.order) - 1
 
-    def reached(self, index: int) -> None:
-        """Backward unpacks the save at `index`."""
-        if index > self.last:
-            self.cursor = index
-        self.last = index
+    def reached(self, index: int, task: int) -> bool:
+        """Backward unpacks the save at `index`; returns whether this backward is new to the step.
+
+        Args:
+            index: Place in the order.
+            task: Autograd's graph task, -1 outside backward.
+        """
+        starts = task not in (-1, self.task)
+        if starts:
+            self.task = task
+            self.cursor = len(self.order)
         self.cursor = min(self.cursor, index)
+        return starts
 
     def next_needed(self) -> Unit | None:
         """The unit that backward needs next and prefetch has not looked at; None at the start of the step."""
         return self.order[self.cursor - 1] if self.cursor > 0 else None
 
 
-class _Hooks(Protocol):
-    def pack(self, tensor: Tensor) -> object: ...
+class HookPair(Protocol):
+    """Pack and unpack, as saved_tensors_hooks wants them."""
 
-    def unpack(self, packed: object) -> Tensor: ...
+    def pack(self, tensor: Tensor) -> Any: ...
+
+    def unpack(self, packed: Any) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -81,7 +89,7 @@ class StepStack(threading.local):
         """Whether the hooks are installed in this thread."""
         return any(level.hooks is not None for level in self._levels)
 
-    def enter(self, hooks: _Hooks, *, explicit: bool, hooked: bool) -> None:
+    def enter(self, hooks: HookPair, *, explicit: bool, hooked: bool) -> None:
         """Goes one level down; installs the hooks if `hooked`."""
         level = _Level(explicit, saved_tensors_hooks(hooks.pack, hooks.unpack) if hooked else None)
         if level.hooks is not None:
@@ -115,10 +123,10 @@ class StepStack(threading.local):
 def _running_forwards(root: nn.Module | None) -> int:
     """Counts the forwards of `root` on this thread's Python stack."""
     count = 0
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     code = nn.Module._call_impl.__code__
     while frame is not None:
         if frame.f_code is code and frame.f_locals.get("self") is root:
             count += 1
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return count

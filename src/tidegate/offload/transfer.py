@@ -93,7 +93,9 @@ def restore_buffer(nbytes: int, address: int, device: torch.device, alignment: i
     Kernels choose by alignment, so a restored tensor must sit as the saved one did. The buffer's length is a
     multiple of the alignment, so that it can be viewed as any element type.
     """
-    buffer = torch.empty(align_up(nbytes + 2 * alignment, alignment), dtype=torch.uint8, device=device)
+    length = align_up(nbytes + 2 * alignment, alignment)
+    storage = torch.UntypedStorage(length, device=device)  # torch.empty would fill it in deterministic mode
+    buffer = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (length,), (1,))
     return buffer, (address - buffer.data_ptr()) % alignment
 
 
