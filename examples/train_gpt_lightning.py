@@ -115,6 +115,7 @@ class Run:
     spill_dirs: tuple[Path, ...] = ()
     peak_activations: int = 0
     peak_allocated: int = 0
+    min_bytes: int = 0
     stats: tidegate.OffloadStats | None = None
 
     @property
@@ -129,10 +130,12 @@ class Recorder(Callback):
         self.run = run
         self.started = 0.0
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         self.started = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.run.losses.append(outputs["loss"].item())
         self.run.seconds.append(time.perf_counter() - self.started)
         if isinstance(trainer.strategy, OffloadStrategy) and trainer.strategy.session is not None:
@@ -160,6 +163,7 @@ def train(args: argparse.Namespace, strategy: Strategy | str) -> Run:
         run.peak_allocated = torch.cuda.max_memory_allocated()
     if isinstance(trainer.strategy, OffloadStrategy):
         run.stats = trainer.strategy.offload_stats
+        run.min_bytes = int(trainer.strategy.offload.min_bytes)
     return run
 
 
@@ -167,8 +171,8 @@ def batches(args: argparse.Namespace) -> DataLoader[Tensor]:
     return DataLoader(StandardLibrary(args.steps * args.batch, args.context + 1), batch_size=args.batch)
 
 
-def saved_bytes_of_one_step(args: argparse.Namespace) -> int:
-    """Bytes of all storages that autograd holds between a plain forward and its backward, weights left out."""
+def saved_storages(args: argparse.Namespace) -> list[int]:
+    """Bytes of each storage that autograd holds between a plain forward and its backward, weights left out."""
     L.seed_everything(args.seed, verbose=False)
     device = "cuda" if args.on_gpu else "cpu"
     model = GPT(args).to(device)
@@ -184,9 +188,9 @@ def saved_bytes_of_one_step(args: argparse.Namespace) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         loss = model.training_step(next(iter(batches(args))).to(device), 0)
-    held = sum(saved.values())
-    del loss
-    return held
+    sizes = list(saved.values())
+    del loss  # until here the graph kept every storage alive, so no address was used twice
+    return sizes
 
 
 def report(args: argparse.Namespace, plain: Run, offloaded: Run, console: Console) -> list[str]:
@@ -194,9 +198,17 @@ def report(args: argparse.Namespace, plain: Run, offloaded: Run, console: Consol
     stats = offloaded.stats
     if stats is None:
         return ["the offloaded run has no statistics"]
-    table = Table(title=f"{args.steps} steps, plain beside offloaded", title_justify="left")
-    for heading, justify in (("", "left"), ("plain", "right"), ("offloaded", "right"), ("", "left")):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    table = Table(
+        title=f"{args.steps} steps, plain beside offloaded",
+        caption="Peak activation bytes, plain: all storages that autograd saves in one step, counted; offloaded: the "
+        "measured peak of eligible ones in memory, and those too small to move. GB/s: mean over the whole run.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column()
+    table.add_column("plain", justify="right")
+    table.add_column("offloaded", justify="right")
+    table.add_column()
 
     for step in tenths(min(len(plain.losses), len(offloaded.losses))):
         before, after = plain.losses[step - 1], offloaded.losses[step - 1]
@@ -204,23 +216,17 @@ def report(args: argparse.Namespace, plain: Run, offloaded: Run, console: Consol
             f"loss at step {step}", f"{before:.7f}", f"{after:.7f}", "same bits" if before == after else "DIFFERS"
         )
     table.add_section()
-    table.add_row(
-        "peak activation bytes",
-        mib(plain.peak_activations),
-        mib(offloaded.peak_activations),
-        "plain: all storages saved in one forward, counted; offloaded: eligible ones held in memory, measured",
-    )
+    table.add_row("peak activation bytes", mib(plain.peak_activations), mib(offloaded.peak_activations))
     if args.on_gpu:
-        table.add_row("peak allocated on the GPU", mib(plain.peak_allocated), mib(offloaded.peak_allocated), "")
+        table.add_row("peak allocated on the GPU", mib(plain.peak_allocated), mib(offloaded.peak_allocated))
     table.add_row("seconds per step", f"{plain.seconds_per_step:.3f}", f"{offloaded.seconds_per_step:.3f}", "median")
     table.add_section()
     duration = sum(offloaded.seconds)
-    for tier in stats.modes:
+    for tier, mode in stats.modes.items():
         for verb, moved in (("written", stats.written), ("read", stats.read)):
             nbytes = moved.get(tier, 0)
-            rate = f"{stats.modes[tier]}, {nbytes / duration / 1e9:.2f} GB/s over the whole run"
-            table.add_row(f"{tier}: {verb}", "-", mib(nbytes), rate)
-        table.add_row(f"{tier}: taken back before it had left", "-", mib(stats.forwarded.get(tier, 0)), "")
+            table.add_row(f"{tier}: {verb}", "-", mib(nbytes), f"{nbytes / duration / 1e9:.2f} GB/s, {mode}")
+        table.add_row(f"{tier}: not waited for", "-", mib(stats.forwarded.get(tier, 0)), "taken while still in memory")
     left = [path for path in offloaded.spill_dirs if path.exists()]
     table.add_row("spill directory", "-", "NOT EMPTY" if left else "empty", ", ".join(map(str, offloaded.spill_dirs)))
     console.print(table)
@@ -288,10 +294,13 @@ def main() -> int:
     parameters = sum(weight.numel() for weight in GPT(args).parameters())
     console.print(f"GPT of {parameters / 1e6:.1f} M parameters; first a plain run, then one with offload.")
     plain = train(args, "auto")
-    plain.peak_activations = saved_bytes_of_one_step(args)
     offloaded = train(args, strategy)
+
+    saved = saved_storages(args)
+    plain.peak_activations = sum(saved)
     if offloaded.stats is not None:
-        offloaded.peak_activations = offloaded.stats.peak_resident
+        too_small = sum(nbytes for nbytes in saved if nbytes < offloaded.min_bytes)
+        offloaded.peak_activations = offloaded.stats.peak_resident + too_small
 
     found = report(args, plain, offloaded, console)
     for problem in found:

@@ -48,6 +48,8 @@ def test_the_core_needs_few_packages(project: dict[str, Any]) -> None:
 
 
 def test_every_package_of_the_test_environment_is_pinned(project: dict[str, Any], pins: dict[str, str]) -> None:
+    if importlib.metadata.version("torch").partition("+")[0] != pins["torch"]:
+        pytest.skip("not the pinned environment: what its packages need is another list")
     missing, seen = [], set()
     queue = [Requirement(line) for line in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
     while queue:

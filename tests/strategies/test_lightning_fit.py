@@ -14,9 +14,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.tuning import Tuner
 from tests.strategies.models import SmallModel
 from torch import Tensor
 
@@ -72,11 +73,13 @@ def test_manual_optimisation_gives_the_plain_runs_weights_L7(
     make_trainer: MakeTrainer, make_model: MakeModel, strategy: OffloadStrategy
 ) -> None:
     class Manual(SmallModel):
-        automatic_optimization = False
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
 
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             optimizer = self.optimizers()
-            assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+            assert isinstance(optimizer, LightningOptimizer)
             for _ in range(2):
                 loss = self.loss(batch)
                 self.losses.append(loss.item())
@@ -165,7 +168,7 @@ def test_validation_inside_a_fit_moves_nothing(
         def __init__(self) -> None:
             self.written: list[int] = []
 
-        def note(self, *_: Any) -> None:
+        def note(self, *_: Any, **__: Any) -> None:
             assert strategy.offload_stats is not None
             self.written.append(sum(strategy.offload_stats.written.values()))
 
@@ -190,7 +193,7 @@ def test_a_training_step_without_a_loss_leaves_nothing_behind(
     pending: list[int] = []
 
     class Watch(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_: Any, **__: Any) -> None:
             assert strategy.offload_stats is not None
             pending.append(sum(strategy.offload_stats.pending.values()))
 
@@ -211,7 +214,7 @@ def test_after_a_fit_the_disk_is_empty_and_the_session_closed(
     seen: list[Path] = []
 
     class Watch(Callback):
-        def on_before_backward(self, *_: Any) -> None:
+        def on_before_backward(self, *_: Any, **__: Any) -> None:
             seen.extend(files_in(spill))
 
     make_trainer(strategy, callbacks=[Watch()]).fit(make_model())
@@ -315,7 +318,9 @@ def test_the_batch_size_finder_searches_with_offload_on(
     make_trainer: MakeTrainer, make_model: MakeModel, strategy: OffloadStrategy
 ) -> None:
     class Adjustable(SmallModel):
-        batch_size = 2
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"batch_size": 2})
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
             assert strategy.session is not None
@@ -323,12 +328,12 @@ def test_the_batch_size_finder_searches_with_offload_on(
             return super().training_step(batch, batch_idx)
 
         def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(super().loader().dataset, batch_size=self.batch_size)
+            return torch.utils.data.DataLoader(super().loader().dataset, batch_size=self.hparams["batch_size"])
 
     trainer = make_trainer(strategy, enable_checkpointing=True, callbacks=[])
     model = make_model(Adjustable)
     Tuner(trainer).scale_batch_size(model, max_trials=2, steps_per_trial=1)
-    assert model.batch_size > 2
+    assert model.hparams["batch_size"] > 2
     assert strategy.offload_stats is not None
     assert strategy.offload_stats.written["disk"] > 0
 
