@@ -9,7 +9,8 @@ import weakref
 import torch
 from torch import nn
 
-from tidegate.config import OffloadConfig, Percent, usable_disk_paths
+from tidegate.config import OffloadConfig, Percent
+from tidegate.errors import ConfigError
 from tidegate.memory import headroom
 from tidegate.offload.engine import Engine
 from tidegate.offload.gate import FixedGate, Gate, HeadroomGate, ShareGate
@@ -18,6 +19,7 @@ from tidegate.offload.tierset import TierSet
 from tidegate.offload.transfer import CpuMover, Mover
 from tidegate.tiers.disk import DiskTier
 from tidegate.tiers.host import HostTier, SlabPool
+from tidegate.tiers.paths import disk_room, usable_disk_paths
 from tidegate.tiers.tier import Tier
 
 __all__ = ["Surroundings", "build_engine"]
@@ -80,7 +82,7 @@ class _Rooms:
         self._surroundings = surroundings
         self._config = config
         self._rank = rank
-        self._paths = usable_disk_paths(config) if "disk" in config.tiers else ()
+        self._paths = usable_disk_paths(config.disk_paths) if "disk" in config.tiers else ()
         self._movers: dict[torch.device, Mover] = {}
 
     @functools.cached_property
@@ -119,25 +121,31 @@ class _Rooms:
     def _open_disk(self) -> Tier | None:
         if not self._paths:
             return None
-        config = self._config
-        free = headroom.disk_headroom(self._paths)
-        budget = config.disk_budget
-        if budget == "auto":
+        config, free = self._config, disk_room(self._paths)
+        if config.disk_budget == "auto":
             capacity = headroom.auto_disk_budget(free)
-        elif isinstance(budget, Percent):
-            capacity = int(budget * free)
         else:
-            capacity = budget
+            capacity = config.disk_budget.of(free) if isinstance(config.disk_budget, Percent) else config.disk_budget
         if not capacity:
+            _log.warning("the disk tier is off: %s have %d bytes free", ", ".join(self._paths), free)
             return None
         direct = None if config.direct_io == "auto" else config.direct_io
-        return DiskTier(self._paths, capacity, threads=config.io_threads, direct=direct, rank=self._rank)
+        try:
+            return DiskTier(self._paths, capacity, threads=config.io_threads, direct=direct, rank=self._rank)
+        except OSError as error:
+            raise ConfigError(
+                f"disk_paths: cannot open spill files under {', '.join(self._paths)}: {error}. "
+                f"Choose directories that you may write to, on a local file system"
+            ) from error
 
 
 def _gate(surroundings: Surroundings, config: OffloadConfig) -> Gate:
     budget = config.device_budget
     if isinstance(budget, Percent):
-        return ShareGate(float(budget))
+        return ShareGate(budget.share)
     if isinstance(budget, int):
         return FixedGate(budget)
-    return HeadroomGate(lambda: headroom.device_headroom(surroundings.device), headroom.auto_margin)
+    return HeadroomGate(
+        lambda: headroom.device_headroom(surroundings.device),
+        lambda: headroom.auto_margin(surroundings.device),
+    )

@@ -8,6 +8,8 @@ from typing import Protocol
 
 __all__ = ["FixedGate", "Gate", "HeadroomGate", "ShareGate"]
 
+_READINGS_PER_MARGIN = 16
+
 
 class Gate(Protocol):
     """Decides by bytes alone; the engine chooses which units."""
@@ -60,21 +62,22 @@ class HeadroomGate:
 
     Args:
         headroom: Reads the headroom in bytes.
-        margin: Bytes that must stay free.
-        interval: Bytes saved between two readings; a reading costs microseconds.
+        margin: Gives the bytes that must stay free; asked once.
     """
 
     headroom: Callable[[], int]
-    margin: int
-    interval: int
+    margin: Callable[[], int]
+    _margin: int = -1
     _since: int = 0
 
     def excess(self, resident: int, leaving: int, arrived: int) -> int:
+        if self._margin < 0:
+            self._margin = self.margin()
         self._since += arrived
-        if self._since < self.interval:
-            return 0
+        if self._since * _READINGS_PER_MARGIN < self._margin:
+            return 0  # a reading costs tens to hundreds of microseconds
         self._since = 0
-        return max(0, min(resident, self.margin - self.headroom() - leaving))
+        return max(0, min(resident, self._margin - self.headroom() - leaving))
 
     def step_ended(self, eligible: int) -> None:
         pass

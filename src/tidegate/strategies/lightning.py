@@ -182,6 +182,4 @@ class OffloadStrategy(OffloadMixin, SingleDeviceStrategy):
 
 
 def _as_config(offload: OffloadConfig | dict[str, Any] | None) -> OffloadConfig:
-    if isinstance(offload, OffloadConfig):
-        return offload
-    return OffloadConfig(**(offload or {}))
+    return offload if isinstance(offload, OffloadConfig) else OffloadConfig.from_dict(offload or {})
