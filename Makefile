@@ -6,7 +6,7 @@
 #
 # PYTHON=python3.12          the interpreter that .venv is made from
 # VENV=/some/where           another place for .venv
-# TIDEGATE_SYSTEM_SITE=1     use the packages that PYTHON already has (a CUDA build of torch, say) and install only what
+# SYSTEM_SITE=1              use the packages that PYTHON already has (a CUDA build of torch, say) and install only what
 #                            lacks, without pins; without a package index the checkout is only put on the path
 
 SHELL := /bin/bash
@@ -23,7 +23,7 @@ ARGS ?=
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check
 
-ifeq ($(TIDEGATE_SYSTEM_SITE),1)
+ifeq ($(SYSTEM_SITE),1)
 share_packages = $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	> "$$($(bin)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 link_checkout = $(bin)/python -c 'import pathlib, sysconfig; \

@@ -288,8 +288,10 @@ def main() -> int:
     if args.from_environment:
         strategy: Strategy | str = "tidegate"
     else:
-        where = {"disk_paths": (args.spill_dir,)} if args.spill_dir else {}
-        strategy = OffloadStrategy(offload=tidegate.OffloadConfig(tiers=("disk",), device_budget=0, **where))
+        disk_paths = (args.spill_dir,) if args.spill_dir else ()
+        strategy = OffloadStrategy(
+            offload=tidegate.OffloadConfig(tiers=("disk",), device_budget=0, disk_paths=disk_paths)
+        )
 
     parameters = sum(weight.numel() for weight in GPT(args).parameters())
     console.print(f"GPT of {parameters / 1e6:.1f} M parameters; first a plain run, then one with offload.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class OffloadStrategy(OffloadMixin, SingleDeviceStrategy):
         return self._parallel_devices
 
     @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
+    def parallel_devices(self, devices: Sequence[object]) -> None:
         # Without this setter the Trainer would keep its choice to itself, and the root device would stay the CPU.
         if len(devices) != 1:
             raise ConfigError(
@@ -149,9 +150,9 @@ class OffloadStrategy(OffloadMixin, SingleDeviceStrategy):
                 "where the installed version has it"
             )
         device = devices[0]
-        if not isinstance(device, torch.device) or device.type not in ("cpu", "cuda"):
+        if not (isinstance(device, torch.device) and device.type in ("cpu", "cuda")):
             raise ConfigError(f'strategy "tidegate" runs on CPU and CUDA devices, not on {device}')
-        self._parallel_devices = list(devices)
+        self._parallel_devices = [device]
         self._root_device = device
 
     @property
