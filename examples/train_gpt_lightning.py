@@ -263,7 +263,7 @@ def mib(nbytes: int) -> str:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=128, help="tokens (bytes) per sequence")
     parser.add_argument("--blocks", type=int, default=6)
