@@ -41,7 +41,7 @@ help:
 
 $(VENV)/.made:
 	@test -n "$(PYTHON)" || { echo "tidegate needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	$(share_packages)
 	touch $@
 
@@ -66,7 +66,7 @@ check: $(VENV)/.installed-dev
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev
-	$(bin)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet
 
 .PHONY: wheel
 wheel: $(VENV)/.installed-dev
