@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tidegate.errors import ConfigError, MissingExtraError
 
@@ -140,6 +140,25 @@ class OffloadConfig:
     pin_memory: bool | Literal["auto"] = cast("Any", _unset())
     verify: bool = cast("bool", _unset())
     given: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False, default=frozenset())
+
+    if TYPE_CHECKING:
+        # What may be written; the fields above say what is read.
+        def __init__(
+            self,
+            *,
+            tiers: str | Sequence[str] | None = None,
+            device_budget: int | float | str | Percent | None = None,
+            host_budget: int | float | str | None = None,
+            disk_budget: int | float | str | Percent | None = None,
+            disk_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+            recompute: Literal["auto", False] | None = None,
+            min_bytes: int | float | str | None = None,
+            window: int | float | str | None = None,
+            io_threads: int | None = None,
+            direct_io: bool | Literal["auto"] | None = None,
+            pin_memory: bool | Literal["auto"] | None = None,
+            verify: bool | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         layers = (_from_environment(), _from_config_file())
