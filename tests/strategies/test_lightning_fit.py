@@ -96,6 +96,21 @@ def test_manual_optimisation_gives_the_plain_runs_weights_L7(
     assert_same_run(plain, offloaded)
 
 
+# The compiler itself looks at `.grad` of the loss that training_step returns.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_model_gives_the_plain_runs_weights(
+    make_trainer: MakeTrainer, make_model: MakeModel, strategy: OffloadStrategy
+) -> None:
+    plain, offloaded = make_model(), make_model()
+    for model, how in ((plain, "auto"), (offloaded, strategy)):
+        torch.manual_seed(3)
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        make_trainer(how).fit(compiled)
+    assert_same_run(plain, offloaded)
+    assert strategy.offload_stats is not None
+    assert strategy.offload_stats.written["disk"] > 0
+
+
 def test_what_training_step_saves_outside_forward_is_offloaded_too(
     make_trainer: MakeTrainer, strategy: OffloadStrategy
 ) -> None:
