@@ -222,10 +222,11 @@ def report(args: argparse.Namespace, plain: Run, offloaded: Run, console: Consol
     table.add_row("seconds per step", f"{plain.seconds_per_step:.3f}", f"{offloaded.seconds_per_step:.3f}", "median")
     table.add_section()
     duration = sum(offloaded.seconds)
-    for tier, mode in stats.modes.items():
+    for tier in stats.written:
         for verb, moved in (("written", stats.written), ("read", stats.read)):
             nbytes = moved.get(tier, 0)
-            table.add_row(f"{tier}: {verb}", "-", mib(nbytes), f"{nbytes / duration / 1e9:.2f} GB/s, {mode}")
+            rate = f"{nbytes / duration / 1e9:.2f} GB/s, {stats.modes.get(tier, '')}"
+            table.add_row(f"{tier}: {verb}", "-", mib(nbytes), rate)
         table.add_row(f"{tier}: not waited for", "-", mib(stats.forwarded.get(tier, 0)), "taken while still in memory")
     left = [path for path in offloaded.spill_dirs if path.exists()]
     table.add_row("spill directory", "-", "NOT EMPTY" if left else "empty", ", ".join(map(str, offloaded.spill_dirs)))
