@@ -84,7 +84,7 @@ class Packer:
 
     def pack(self, tensor: Tensor) -> SavedHandle | Kept | Flattened:
         """Decides what the graph holds for a saved tensor."""
-        # A saved result arrives with its own grad_fn: held by that node's handle, it would keep the graph alive for ever.
+        # A saved result arrives with its own grad_fn: held by that node's handle, it would keep the graph alive.
         tensor = tensor.detach()
         if torch._C._current_graph_task_id() != -1:
             return Kept(tensor)  # saved by backward itself: needed again at once
