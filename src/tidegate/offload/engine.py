@@ -211,6 +211,7 @@ class Engine:
             else:
                 self._refuse(unit, mover, error)
             self._changed.notify_all()
+        mover.settle(unit.nbytes)
 
     def _refuse(self, unit: Unit, mover: Mover, error: BaseException) -> None:
         assert unit.tier is not None
@@ -303,6 +304,8 @@ class Engine:
         tensor = rebuild(handle.view, base, shift, unit)
         with self._locked():
             self._seen(handle)
+        if arrival is not None:
+            mover.settle(unit.nbytes)
         return tensor
 
     def _watch(self, handle: SavedHandle) -> None:

@@ -24,6 +24,7 @@ class TierSet:
     def __init__(self, openers: Sequence[tuple[str, Callable[[], Tier | None]]]) -> None:
         self._openers = tuple(openers)
         self._opened: tuple[Tier, ...] | None = None
+        self._modes: dict[str, str] = {}
         self._closed = False
         self._warned = False
         self._lock = threading.Lock()
@@ -59,8 +60,10 @@ class TierSet:
         return ", ".join(name for name, _ in self._openers) or "none configured"
 
     def modes(self) -> dict[str, str]:
-        """What each open tier really runs."""
-        return {tier.name: tier.mode for tier in self._opened or ()}
+        """What each tier really runs, or ran until it was closed."""
+        if self._opened:
+            self._modes = {tier.name: tier.mode for tier in self._opened}
+        return dict(self._modes)
 
     def spill_dirs(self) -> tuple[Path, ...]:
         """Run directories of the disk tier, if it is open."""
@@ -82,6 +85,7 @@ class TierSet:
         """Closes every open tier. Idempotent."""
         with self._lock:
             self._closed = True
+            self.modes()
             opened, self._opened = self._opened, ()
         for tier in opened or ():
             tier.close()

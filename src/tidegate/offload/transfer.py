@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -60,6 +62,10 @@ class Mover(Protocol):
         """The tier has the bytes."""
         ...
 
+    def settle(self, nbytes: int) -> None:
+        """A write of `nbytes` has ended and its device memory may be free; called without the lock."""
+        ...
+
     def bring(self, unit: Unit) -> Arrival | None:
         """Starts moving the bytes back; None when staging room lacks now."""
         ...
@@ -94,6 +100,9 @@ def restore_buffer(nbytes: int, address: int, device: torch.device, alignment: i
     multiple of the alignment, so that it can be viewed as any element type.
     """
     length = align_up(nbytes + 2 * alignment, alignment)
+    if device.type == "cpu":  # malloc keeps freed blocks of this size and fragments; a mapping goes back at once
+        buffer = torch.frombuffer(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+        return buffer, (address - buffer.data_ptr()) % alignment
     storage = torch.UntypedStorage(length, device=device)  # torch.empty would fill it in deterministic mode
     buffer = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (length,), (1,))
     return buffer, (address - buffer.data_ptr()) % alignment
@@ -111,6 +120,7 @@ def rebuild(view: ViewSpec, base: Tensor, shift: int, unit: Unit) -> Tensor:
 
 
 _CHUNK = 1 << 22
+_TRIM_BYTES = 64 << 20
 
 
 def checksum(tensor: Tensor, start: int, nbytes: int) -> Tensor:
@@ -131,6 +141,9 @@ class CpuMover:
     """On a CPU run the tier's workers read and write the tensors' own memory; nothing is staged."""
 
     vacates_when_stored = True
+
+    def __init__(self) -> None:
+        self._freed = 0
 
     def producer(self) -> None:
         return None
@@ -153,6 +166,12 @@ class CpuMover:
 
     def stored(self, unit: Unit) -> None:
         pass
+
+    def settle(self, nbytes: int) -> None:
+        self._freed += nbytes
+        if self._freed >= _TRIM_BYTES:
+            self._freed = 0
+            return_free_memory()
 
     def bring(self, unit: Unit) -> Arrival:
         assert unit.tier is not None
@@ -179,3 +198,12 @@ class CpuMover:
     def _address(unit: Unit) -> int:
         assert unit.source is not None
         return unit.source.untyped_storage().data_ptr() + unit.key.span.start + unit.source_shift
+
+
+def return_free_memory() -> None:
+    """Gives freed memory back to the system: malloc keeps what lies between live blocks resident otherwise."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

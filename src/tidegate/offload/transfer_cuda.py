@@ -143,6 +143,9 @@ class CudaMover:
         if departure.slab is not None:
             self._finish_use(departure)
 
+    def settle(self, nbytes: int) -> None:
+        pass
+
     # Back
 
     def bring(self, unit: Unit) -> Arrival | None:
