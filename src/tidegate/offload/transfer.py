@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -100,8 +103,8 @@ def restore_buffer(nbytes: int, address: int, device: torch.device, alignment: i
     multiple of the alignment, so that it can be viewed as any element type.
     """
     length = align_up(nbytes + 2 * alignment, alignment)
-    if device.type == "cpu":  # malloc keeps freed blocks of this size and fragments; a mapping goes back at once
-        buffer = torch.frombuffer(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    if device.type == "cpu":
+        buffer = _recycled.take(length)
         return buffer, (address - buffer.data_ptr()) % alignment
     storage = torch.UntypedStorage(length, device=device)  # torch.empty would fill it in deterministic mode
     buffer = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (length,), (1,))
@@ -120,7 +123,7 @@ def rebuild(view: ViewSpec, base: Tensor, shift: int, unit: Unit) -> Tensor:
 
 
 _CHUNK = 1 << 22
-_TRIM_BYTES = 64 << 20
+_TRIM_BYTES = 128 << 20
 
 
 def checksum(tensor: Tensor, start: int, nbytes: int) -> Tensor:
@@ -198,6 +201,55 @@ class CpuMover:
     def _address(unit: Unit) -> int:
         assert unit.source is not None
         return unit.source.untyped_storage().data_ptr() + unit.key.span.start + unit.source_shift
+
+
+class _Recycler:
+    """Mappings for restored bytes on the CPU, used again while they fit.
+
+    malloc keeps freed blocks of this size resident and fragments; a fresh mapping costs a page fault per page.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._free: dict[int, list[mmap.mmap]] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Tensor:
+        """Returns a uint8 tensor of `nbytes`; its memory comes back here when the last view of it dies."""
+        with self._lock:
+            waiting = self._free.get(nbytes)
+            mapping = waiting.pop() if waiting else None
+            if mapping is not None:
+                self._bytes -= nbytes
+        if mapping is None:
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if nbytes >= _HUGE_PAGE:
+                with contextlib.suppress(OSError):
+                    mapping.madvise(mmap.MADV_HUGEPAGE)
+        memory = (ctypes.c_char * nbytes).from_buffer(mapping)
+        weakref.finalize(memory, self._give, mapping).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _give(self, mapping: mmap.mmap) -> None:
+        nbytes = len(mapping)
+        if self._lock.acquire(blocking=False):  # may run inside the garbage collector
+            try:
+                if self._bytes + nbytes <= self._capacity:
+                    self._bytes += nbytes
+                    self._free.setdefault(nbytes, []).append(mapping)
+            finally:
+                self._lock.release()
+
+    def clear(self) -> None:
+        """Gives everything that waits back to the system."""
+        with self._lock:
+            self._free.clear()
+            self._bytes = 0
+
+
+_HUGE_PAGE = 2 << 20
+_recycled = _Recycler(64 << 20)
 
 
 def return_free_memory() -> None:
