@@ -132,7 +132,9 @@ def show(result: dict[str, Any]) -> None:
 
     fall = result["plain_peak_rss"] - result["disk_peak_rss"]
     table = Table("", "plain", "disk", "", title=f"activations on disk, {result['machine']}")
-    table.add_row("seconds per step", f"{result['plain_step']:.2f}", f"{result['disk_step']:.2f}", f"{result['step_ratio']:.2f} x")
+    table.add_row(
+        "seconds per step", f"{result['plain_step']:.2f}", f"{result['disk_step']:.2f}", f"{result['step_ratio']:.2f} x"
+    )
     table.add_row(
         "peak resident MiB",
         f"{result['plain_peak_rss'] / MiB:.0f}",

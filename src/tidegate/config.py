@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from tidegate.errors import ConfigError, MissingExtraError
 
@@ -69,11 +69,13 @@ def parse_size(value: int | float | str | Percent) -> int | Percent:
         match = _SIZE.fullmatch(text)
         factor = _UNITS_FOLDED.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            raise ConfigError(f'{value!r} is no size; give bytes or a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB')
-        number = _number(match[1], value) * factor
+            raise ConfigError(
+                f"{value!r} is no size; give bytes or a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
+            )
+        number: float = _number(match[1], value) * factor
     else:
-        number = float(value) if isinstance(value, float) else value
-    if isinstance(number, float) and not math.isfinite(number):
+        number = value
+    if number != number or number in (math.inf, -math.inf):
         raise ConfigError(f"{value!r} is no size: it is not finite")
     if number < 0:
         raise ConfigError(f"{value!r} is negative; sizes start at 0")
@@ -94,8 +96,7 @@ def _percent(share: float) -> Percent:
     return Percent(share)
 
 
-def _unset() -> Any:
-    return None
+_UNSET: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,18 +128,18 @@ class OffloadConfig:
         ConfigError: A value cannot be meant.
     """
 
-    tiers: tuple[str, ...] = cast("tuple[str, ...]", _unset())
-    device_budget: int | Percent | Literal["auto"] = cast("Any", _unset())
-    host_budget: int | Literal["auto"] = cast("Any", _unset())
-    disk_budget: int | Percent | Literal["auto"] = cast("Any", _unset())
-    disk_paths: tuple[str, ...] = cast("tuple[str, ...]", _unset())
-    recompute: Literal["auto", False] = cast("Any", _unset())
-    min_bytes: int = cast("int", _unset())
-    window: int | Literal["auto"] = cast("Any", _unset())
-    io_threads: int = cast("int", _unset())
-    direct_io: bool | Literal["auto"] = cast("Any", _unset())
-    pin_memory: bool | Literal["auto"] = cast("Any", _unset())
-    verify: bool = cast("bool", _unset())
+    tiers: tuple[str, ...] = _UNSET
+    device_budget: int | Percent | Literal["auto"] = _UNSET
+    host_budget: int | Literal["auto"] = _UNSET
+    disk_budget: int | Percent | Literal["auto"] = _UNSET
+    disk_paths: tuple[str, ...] = _UNSET
+    recompute: Literal["auto", False] = _UNSET
+    min_bytes: int = _UNSET
+    window: int | Literal["auto"] = _UNSET
+    io_threads: int = _UNSET
+    direct_io: bool | Literal["auto"] = _UNSET
+    pin_memory: bool | Literal["auto"] = _UNSET
+    verify: bool = _UNSET
     given: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False, default=frozenset())
 
     if TYPE_CHECKING:

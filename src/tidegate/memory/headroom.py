@@ -182,8 +182,10 @@ def _stat(folder: Path, name: str) -> int:
 
 
 def device_headroom(device: torch.device) -> int:
-    """Bytes that this process can still allocate on a device: what the driver has free, plus what the caching
-    allocator holds unused, within the process's memory fraction. On the CPU, host headroom."""
+    """Bytes that this process can still allocate on a device; on the CPU, host headroom.
+
+    What the driver has free, plus what the caching allocator holds unused, within the process's memory fraction.
+    """
     if device.type == "cpu":
         return host_headroom()
     free, total = torch.cuda.mem_get_info(device)
@@ -230,8 +232,10 @@ def filesystem_of(path: str | os.PathLike[str], root: Path = Path("/")) -> Files
 
 
 def disk_headroom(path: str | os.PathLike[str]) -> int:
-    """Bytes that files under `path` may still take: free blocks less those reserved for root, and never more
-    than host headroom where the file system is RAM. A quota below that shows when a file grows.
+    """Bytes that files under `path` may still take.
+
+    Free blocks less those reserved for root, and never more than host headroom where the file system is RAM. A
+    quota below that shows when a file grows.
 
     Raises:
         OSError: The path cannot be read.

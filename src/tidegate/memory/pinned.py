@@ -12,6 +12,7 @@ import mmap
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,12 +103,14 @@ registry = PinnedRegistry()
 def _register(address: int, nbytes: int) -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
-    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))  # 1: usable from every device
+    runtime: Any = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: usable from every device
     return f"CUDA error {code}" if code else ""
 
 
 def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)
 
 
 class Slab:

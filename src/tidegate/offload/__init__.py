@@ -1,1 +1,1 @@
-""""""
+"""The engine. Needs torch only; knows no trainer."""

@@ -37,9 +37,7 @@ class SavedHandle:
 
     __slots__ = ("_engine", "guard", "index", "step", "turn", "unit", "view")
 
-    def __init__(
-        self, engine: Engine, unit: Unit, view: ViewSpec, guard: VersionGuard, step: Step, index: int
-    ) -> None:
+    def __init__(self, engine: Engine, unit: Unit, view: ViewSpec, guard: VersionGuard, step: Step, index: int) -> None:
         self._engine = engine
         self.unit = unit
         self.view = view
@@ -69,7 +67,13 @@ class Engine:
     """
 
     def __init__(
-        self, tiers: TierSet, gate: Gate, mover_for: Callable[[torch.device], Mover], *, window: Callable[[], int], verify: bool
+        self,
+        tiers: TierSet,
+        gate: Gate,
+        mover_for: Callable[[torch.device], Mover],
+        *,
+        window: Callable[[], int],
+        verify: bool,
     ) -> None:
         self.gate = gate
         self.closed = False

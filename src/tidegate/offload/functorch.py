@@ -13,10 +13,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import torch
+import torch.autograd.graph
 
 __all__ = ["install", "uninstall"]
 
+_graph: Any = torch.autograd.graph
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  # a module that type checkers do not know
 _lock = threading.Lock()
 _installed = 0
 _original: Callable[[str], AbstractContextManager[None]] | None = None
@@ -24,14 +26,14 @@ _original: Callable[[str], AbstractContextManager[None]] | None = None
 
 @contextmanager
 def _stepping_aside(message: str, original: Callable[[str], AbstractContextManager[None]]) -> Any:
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if top is None or not getattr(top[0], "steps_aside", False):
+    top: Any = _autograd._top_saved_tensors_default_hooks(True)
+    if not top or not getattr(top[0], "steps_aside", False):
         with original(message):
             yield
         return
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    _autograd._pop_saved_tensors_default_hooks()
     with ExitStack() as stack:
-        stack.callback(torch._C._autograd._push_saved_tensors_default_hooks, *top)
+        stack.callback(_autograd._push_saved_tensors_default_hooks, *top)
         stack.enter_context(original(message))
         yield
 
@@ -42,11 +44,9 @@ def install() -> None:
     with _lock:
         _installed += 1
         if _installed == 1:
-            original = torch.autograd.graph.disable_saved_tensors_hooks
+            original = _graph.disable_saved_tensors_hooks
             _original = original
-            torch.autograd.graph.disable_saved_tensors_hooks = lambda error_message: _stepping_aside(  # type: ignore[assignment]
-                error_message, original
-            )
+            _graph.disable_saved_tensors_hooks = lambda error_message: _stepping_aside(error_message, original)
 
 
 def uninstall() -> None:
@@ -55,5 +55,5 @@ def uninstall() -> None:
     with _lock:
         _installed -= 1
         if _installed == 0:
-            torch.autograd.graph.disable_saved_tensors_hooks = _original  # type: ignore[assignment]
+            _graph.disable_saved_tensors_hooks = _original
             _original = None

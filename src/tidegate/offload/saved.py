@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tidegate.offload.engine import Engine, SavedHandle
@@ -21,6 +20,7 @@ __all__ = ["Kept", "Packer"]
 
 _log = logging.getLogger("tidegate")
 _UNTRACKED = -1
+_functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # a module that type checkers do not know
 _PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -73,9 +73,7 @@ class Packer:
         min_bytes: Smaller ranges stay.
     """
 
-    def __init__(
-        self, engine: Engine, surroundings: Surroundings, current: Callable[[], Step], min_bytes: int
-    ) -> None:
+    def __init__(self, engine: Engine, surroundings: Surroundings, current: Callable[[], Step], min_bytes: int) -> None:
         self._engine = engine
         self._surroundings = surroundings
         self._current = current
@@ -112,10 +110,10 @@ class Packer:
 
     def _pack_special(self, tensor: Tensor) -> Kept | Flattened:
         kind = type(tensor)
-        if _is_fake(tensor) or not is_traceable_wrapper_subclass(tensor):
+        wrapper: Any = tensor
+        if _is_fake(tensor) or not is_traceable_wrapper_subclass(wrapper):
             self._say_kept(kind)
             return Kept(tensor)
-        wrapper: Any = tensor
         names, context = wrapper.__tensor_flatten__()
         inner = {name: self.pack(getattr(tensor, name)) for name in names}
         return Flattened(kind, inner, context, tensor.shape, tuple(tensor.stride()))
@@ -134,7 +132,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _is_fake(tensor: Tensor) -> bool:
-    return _functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+    return bool(_functorch.is_functorch_wrapped_tensor(tensor)) or torch._is_functional_tensor(tensor)
 
 
 def _is_plain(tensor: Tensor) -> bool:

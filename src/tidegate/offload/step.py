@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ class StepStack(threading.local):
         if not self._levels or self._levels[-1].explicit:
             return
         running = _running_forwards(root) - 1
-        while self._levels and not self._levels[-1].explicit and self._implicit() > running:
+        while self._implicit() > running and not self._levels[-1].explicit:
             self.leave()
 
     def _implicit(self) -> int:
@@ -124,9 +124,9 @@ def _running_forwards(root: nn.Module | None) -> int:
     """Counts the forwards of `root` on this thread's Python stack."""
     count = 0
     frame: FrameType | None = sys._getframe()
-    code = nn.Module._call_impl.__code__
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is root:
+    code: CodeType = nn.Module._call_impl.__code__
+    while frame:
+        if frame.f_code == code and frame.f_locals.get("self") is root:
             count += 1
         frame = frame.f_back
     return count

@@ -81,7 +81,7 @@ class ViewSpec:
             tensor.dtype,
             tuple(tensor.shape),
             tuple(tensor.stride()),
-            tensor.storage_offset() * tensor.itemsize,
+            int(tensor.storage_offset()) * tensor.itemsize,
             tensor.is_conj(),
             tensor.is_neg(),
         )

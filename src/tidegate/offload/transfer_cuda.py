@@ -32,8 +32,8 @@ class _Departure:
     """Way out of a unit: the copy's event, and the staging slab while something still needs it."""
 
     slab: Any = None
-    copied: torch.cuda.Event | None = None
-    read: torch.cuda.Event | None = None
+    copied: Any = None
+    read: Any = None
     users: int = 1
 
 
@@ -42,7 +42,7 @@ class _Route:
     """Way back of a unit."""
 
     stream: torch.cuda.Stream
-    ready: torch.cuda.Event | None = None
+    ready: Any = None
     landed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -116,7 +116,8 @@ class CudaMover:
             self._after(events, lambda: pool.free(slab))
 
     def leave(self, unit: Unit) -> Future[int]:
-        assert unit.source is not None and unit.tier is not None
+        assert unit.source is not None
+        assert unit.tier is not None
         departure: _Departure = unit.departure
         start = unit.key.span.start + unit.source_shift
         source = byte_view(unit.source, start, unit.nbytes)

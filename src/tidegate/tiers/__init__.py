@@ -1,1 +1,1 @@
-""""""
+"""Where bytes live; knows bytes, not tensors."""

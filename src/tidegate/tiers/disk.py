@@ -247,9 +247,7 @@ class DiskTier:
             for path in paths:
                 run = RunDir(path, rank)
                 try:
-                    self._files.append(
-                        _SpillFile(Path(path), run, self._piece_io.io, direct=direct, threads=threads)
-                    )
+                    self._files.append(_SpillFile(Path(path), run, self._piece_io.io, direct=direct, threads=threads))
                 except BaseException:
                     run.close()
                     raise
@@ -261,7 +259,7 @@ class DiskTier:
 
     @property
     def mode(self) -> str:
-        """ "posix-direct", "posix-buffered", or "posix-mixed" when paths differ."""
+        """What really runs: "posix-direct", "posix-buffered", or "posix-mixed" when paths differ."""
         kinds = {file.direct for file in self._files}
         return "posix-mixed" if len(kinds) > 1 else f"posix-{'direct' if True in kinds else 'buffered'}"
 
@@ -415,5 +413,3 @@ def _shut(files: list[_SpillFile], owner: int) -> None:
         file.close()
         with contextlib.suppress(OSError):
             file.run.close()
-
-

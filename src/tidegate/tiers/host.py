@@ -181,7 +181,7 @@ class HostTier:
 
     @property
     def mode(self) -> str:
-        """ "pinned" or "pageable"."""
+        """What really runs: "pinned" or "pageable"."""
         return "pinned" if self._pin and self._pool.pinned == self._pool.mapped else "pageable"
 
     @property
@@ -208,9 +208,7 @@ class HostTier:
         """Takes a span, or None when the tier is full."""
         return self._pool.reserve(nbytes, phase)
 
-    def write(
-        self, lease: HostLease, source: Buffer, *, after: Callable[[], None] | None = None
-    ) -> Future[int]:
+    def write(self, lease: HostLease, source: Buffer, *, after: Callable[[], None] | None = None) -> Future[int]:
         """Starts copying `source` into the lease."""
 
         def work() -> int:

@@ -31,7 +31,9 @@ def usable_disk_paths(paths: Sequence[str]) -> tuple[str, ...]:
         _check(path)
         kind = filesystem_of(path)
         if kind.is_ram:
-            _log.warning("disk_paths: %s is %s, which is RAM, not a disk; what goes there counts as RAM", path, kind.kind)
+            _log.warning(
+                "disk_paths: %s is %s, which is RAM, not a disk; what goes there counts as RAM", path, kind.kind
+            )
         elif kind.is_network:
             _log.warning("disk_paths: %s is %s, on another machine; expect it to be slow", path, kind.kind)
     return tuple(paths)

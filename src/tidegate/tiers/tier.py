@@ -55,7 +55,7 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """"host" or "disk"."""
+        """Either "host" or "disk"."""
         ...
 
     @property
