@@ -214,7 +214,8 @@ def test_cpu_tensors_stay_on_a_cuda_run(tmp_path: Path) -> None:
     with tidegate.attach(model, config(tmp_path)) as session:
         model(host).backward()
         assert session.stats().excluded >= host.nbytes
-    assert host.grad is not None and host.grad.device.type == "cpu"
+    assert host.grad is not None
+    assert host.grad.device.type == "cpu"
 
 
 def test_restored_views_keep_strides_and_alignment(tmp_path: Path) -> None:

@@ -1,0 +1,221 @@
+"""What this machine can do for offload, measured, with a remedy for each problem."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from tidegate.config import OffloadConfig
+from tidegate.errors import TidegateError
+from tidegate.memory import headroom
+from tidegate.memory.probe import Rates, host_copy_rate, kvikio_status, link_rate
+from tidegate.tiers.disk import DiskTier
+from tidegate.tiers.paths import usable_disk_paths
+from tidegate.tiers.tier import Buffer
+
+__all__ = ["Finding", "Report", "disk_rates", "examine"]
+
+_EXTRAS = ("lightning", "accelerate", "transformers", "deepspeed", "kvikio", "torch-geometric", "spdl", "matplotlib")
+_UNIT, _UNITS = 16 << 20, 16
+_LOW_DISK, _LOW_HOST, _SLOW_DISK = 8 << 30, 2 << 30, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem.
+
+    Args:
+        what: What is wrong.
+        remedy: What to do about it.
+    """
+
+    what: str
+    remedy: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found; `tables` maps a title to rows of name and value."""
+
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; sizes are bytes, rates GB/s."""
+        return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings], **self.tables}
+
+    def problem(self, what: str, remedy: str) -> None:
+        """Adds a finding."""
+        self.findings.append(Finding(what, remedy))
+
+
+def examine(paths: tuple[str, ...] = (), *, quick: bool = False) -> Report:
+    """Looks at this machine. A probe that fails is a finding, never an error.
+
+    Args:
+        paths: Directories to examine instead of the configured ones.
+        quick: Leave the measurements out.
+    """
+    report = Report()
+    parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        ("versions", _versions),
+        ("settings", lambda: _settings(report)),
+        ("host", lambda: _host(report, quick)),
+        ("devices", lambda: _devices(report, quick)),
+        ("disks", lambda: _disks(report, paths, quick)),
+    ]
+    for title, part in parts:
+        try:
+            report.tables[title] = part()
+        except (TidegateError, OSError, RuntimeError, ValueError) as error:
+            report.tables[title] = {}
+            report.problem(f"{title}: {error}", "see the message; the rest of this report does not depend on it")
+    return report
+
+
+def _versions() -> dict[str, Any]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()}
+    for name in _EXTRAS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found | {"gpu direct storage": kvikio_status()}
+
+
+def _settings(report: Report) -> dict[str, Any]:
+    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith("TIDEGATE_")}
+    try:
+        OffloadConfig()
+    except TidegateError as error:
+        report.problem(f"settings: {error}", "correct or unset the variable, or the file that TIDEGATE_CONFIG names")
+    return given
+
+
+def _host(report: Report, quick: bool) -> dict[str, Any]:
+    limits = headroom.host_limits()
+    tightest = min(limits, key=lambda limit: limit.available)
+    if tightest.available < _LOW_HOST:
+        report.problem(
+            f"host: {tightest.source} leaves {tightest.available} bytes",
+            "free memory, or raise that limit; the host tier takes half of what is left",
+        )
+    table: dict[str, Any] = {limit.source: {"available": limit.available, "total": limit.total} for limit in limits}
+    table["tightest limit"] = tightest.source
+    table["host_budget auto"] = headroom.auto_host_budget(tightest.available)
+    if not quick:
+        table["copy GB/s"] = round(host_copy_rate(), 2)
+    return table
+
+
+def _devices(report: Report, quick: bool) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"cpu": {"window auto": headroom.auto_window(torch.device("cpu"))}}
+    table: dict[str, Any] = {}
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        row: dict[str, Any] = {
+            "name": torch.cuda.get_device_name(device),
+            "headroom": headroom.device_headroom(device),
+            "total": headroom.device_total(device),
+            "window auto": headroom.auto_window(device),
+        }
+        if not quick:
+            rate = link_rate(device)
+            row["link"] = rate.to_dict()
+            if not rate.pinned:
+                report.problem(
+                    f"{device}: host memory cannot be page-locked",
+                    "raise the locked-memory limit (ulimit -l unlimited); copies are several times slower without it",
+                )
+        table[str(device)] = row
+    return table
+
+
+def _disks(report: Report, paths: tuple[str, ...], quick: bool) -> dict[str, Any]:
+    try:
+        named = paths or OffloadConfig().disk_paths
+    except TidegateError:
+        named = ()  # told under settings
+    chosen = named or usable_disk_paths(())
+    if not chosen:
+        report.problem(
+            "disk: the temporary directory is not on a local disk, so the disk tier is off",
+            "name directories on a local disk: disk_paths, or TIDEGATE_DISK_PATHS",
+        )
+    return {path: _disk(report, path, quick) for path in chosen}
+
+
+def _disk(report: Report, path: str, quick: bool) -> dict[str, Any]:
+    try:
+        usable_disk_paths((path,))
+        system, status = headroom.filesystem_of(path), os.statvfs(path)
+    except (TidegateError, OSError) as error:
+        report.problem(str(error), "name a directory on a local disk that you may write to")
+        return {}
+    free = headroom.disk_headroom(path)
+    row: dict[str, Any] = {
+        "file system": system.kind,
+        "mount": system.mount,
+        "free": free,
+        "reserved": (status.f_bfree - status.f_bavail) * status.f_frsize,
+        "disk_budget auto": headroom.auto_disk_budget(free),
+    }
+    if system.is_ram:
+        report.problem(f"{path} is {system.kind}, which is RAM", "name a directory on a disk")
+    if system.is_network:
+        report.problem(f"{path} is {system.kind}, on another machine", "name a directory on a local disk")
+    if free < _LOW_DISK:
+        report.problem(f"{path} has {free} bytes free", "free space, or name a larger disk")
+    if not quick:
+        try:
+            rates = disk_rates(path)
+        except OSError as error:
+            report.problem(
+                f"{path}: writing and reading failed: {error}", "check the disk, its quota and its free space"
+            )
+        else:
+            row |= rates.to_dict()
+            if rates.write < _SLOW_DISK or rates.read < _SLOW_DISK:
+                report.problem(
+                    f"{path} writes {rates.write:.2f} and reads {rates.read:.2f} GB/s",
+                    "name a faster disk; several disk_paths on separate devices add up",
+                )
+    return row
+
+
+def disk_rates(path: str) -> Rates:
+    """Writes and reads 256 MiB of random data under `path` as the disk tier does.
+
+    Raises:
+        OSError: The path cannot be used, or has no room.
+    """
+    data = torch.randint(256, (_UNIT,), dtype=torch.uint8)
+    buffer = Buffer(data.data_ptr(), _UNIT, data)
+    tier = DiskTier((path,), 2 * _UNIT * _UNITS)
+    try:
+        leases = [lease for _ in range(_UNITS) if (lease := tier.reserve(_UNIT, buffer.phase)) is not None]
+        if len(leases) < _UNITS:
+            raise OSError(f"no room for {_UNIT * _UNITS} bytes")
+        seconds = []
+        for move in (tier.write, tier.read):
+            started = time.perf_counter()
+            for future in [move(lease, buffer) for lease in leases]:
+                future.result()
+            seconds.append(time.perf_counter() - started)
+        write, read = (round(_UNIT * _UNITS / spent / 1e9, 2) for spent in seconds)
+        return Rates(write, read, tier.mode)
+    finally:
+        tier.close()
