@@ -114,7 +114,7 @@ class Engine:
         leavers: list[Unit] = []
         with self._locked():
             unit = self._units.get(key)
-            if unit is None or unit.storage.expired() or not unit.guard.unchanged():
+            if unit is None or not unit.holds(guard):
                 unit = self._create(tensor, guard, key, weak)
                 step.eligible += unit.nbytes
                 leavers = self._over_budget(unit.nbytes)

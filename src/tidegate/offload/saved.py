@@ -82,6 +82,7 @@ class Packer:
 
     def pack(self, tensor: Tensor) -> SavedHandle | Kept | Flattened:
         """Decides what the graph holds for a saved tensor."""
+        alone = not tensor._is_view()  # over a part of a storage: the other parts do not share its version counter
         # A saved result arrives with its own grad_fn: held by that node's handle, it would keep the graph alive.
         tensor = tensor.detach()
         if torch._C._current_graph_task_id() != -1:
@@ -92,7 +93,7 @@ class Packer:
         if storage._cdata in self._surroundings.owned:
             return Kept(tensor)
         view = ViewSpec.of(tensor)
-        span = view.range_in(storage.nbytes())
+        span = view.range_in(storage.nbytes(), alone=alone and view.nbytes < storage.nbytes())
         travels = view.nbytes if span.dense else span.nbytes
         if travels < self._min_bytes or not self._surroundings.may_move(tensor.device):
             self._engine.exclude(view.nbytes)

@@ -103,13 +103,19 @@ class ViewSpec:
         distinct = math.prod(size for size, step in zip(self.shape, self.stride, strict=True) if step != 0)
         return min(distinct, self.extent) * self.dtype.itemsize
 
-    def range_in(self, storage_nbytes: int) -> ByteRange:
-        """Chooses the bytes that travel for this view: the whole storage, its span, or a dense copy."""
+    def range_in(self, storage_nbytes: int, *, alone: bool = False) -> ByteRange:
+        """Chooses the bytes that travel for this view: the whole storage, its span, or a dense copy.
+
+        Args:
+            storage_nbytes: Bytes of the storage.
+            alone: Other tensors may edit the rest of the storage unseen, so only the view's own bytes travel.
+        """
         span = self.extent * self.dtype.itemsize
         start, stop = self.offset, self.offset + span
-        if 0 not in self.stride and self.nbytes * _SPARSE_FRACTION <= span:
+        sparse = self.nbytes < span if alone else self.nbytes * _SPARSE_FRACTION <= span
+        if sparse and 0 not in self.stride:
             return ByteRange(start, stop, dense=True)
-        if span * _WHOLE_FRACTION >= storage_nbytes:
+        if not alone and span * _WHOLE_FRACTION >= storage_nbytes:
             return ByteRange(0, storage_nbytes)
         return ByteRange(start, stop)
 

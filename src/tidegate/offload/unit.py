@@ -61,6 +61,20 @@ class VersionGuard:
     def unchanged(self) -> bool:
         return self._alias._version == self._version
 
+    def same_counter(self, other: VersionGuard) -> bool:
+        """Whether both tensors count their edits together.
+
+        Equal versions say nothing else: the parts of torch.unsafe_chunk (in every LSTM) and `tensor.data` count for
+        themselves. torch does not tell which counter a tensor has, so the other's is moved for a moment.
+        """
+        version = self._alias._version
+        set_version = torch._C._autograd._unsafe_set_version_counter
+        set_version((self._alias,), (version + 1,))
+        try:
+            return other._alias._version == version + 1
+        finally:
+            set_version((self._alias,), (version,))
+
     def check(self) -> None:
         """Raises InPlaceError if the tensor changed since it was saved."""
         if not self.unchanged():
@@ -167,3 +181,7 @@ class Unit:
     outcome: Outcome | None = None
     written_epoch: int | None = None
     checksum: Any = None
+
+    def holds(self, guard: VersionGuard) -> bool:
+        """Whether the unit's bytes are those of a tensor with an equal key: same storage, same edits."""
+        return not self.storage.expired() and self.guard.unchanged() and self.guard.same_counter(guard)

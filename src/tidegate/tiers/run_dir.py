@@ -45,22 +45,25 @@ class RunDir:
 
     def __init__(self, parent: str | os.PathLike[str], rank: int = 0) -> None:
         self._owner = os.getpid()
-        self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._parent = self._lock = self.fd = -1
+        self.name = f"tidegate-{os.getuid()}-{secrets.token_hex(4)}-r{rank}"
+        self.path = Path(parent) / self.name
         try:
+            self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with _locked(self._parent):
                 _reap(self._parent, Path(parent))
-                self.name = f"tidegate-{os.getuid()}-{secrets.token_hex(4)}-r{rank}"
-                os.mkdir(self.name, 0o700, dir_fd=self._parent)
-                self.fd = os.open(self.name, _MODE, dir_fd=self._parent)
-                os.fchmod(self.fd, 0o700)
-                self._lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                note = {"pid": os.getpid(), "host": _host(), "started": time.time()}
-                os.write(self._lock, json.dumps(note).encode())
+                self._make()
         except BaseException:
-            os.close(self._parent)
+            self.close()
             raise
-        self.path = Path(parent) / self.name
+
+    def _make(self) -> None:
+        os.mkdir(self.name, 0o700, dir_fd=self._parent)
+        self.fd = os.open(self.name, _MODE, dir_fd=self._parent)
+        os.fchmod(self.fd, 0o700)
+        self._lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(self._lock, json.dumps({"pid": os.getpid(), "host": _host(), "started": time.time()}).encode())
 
     def open_unnamed(self, *, direct: bool) -> int:
         """Creates a private file, removes its name and returns the descriptor.
@@ -76,14 +79,15 @@ class RunDir:
 
     def close(self) -> None:
         """Removes the directory. Idempotent; a forked child leaves its parent's directory alone."""
-        if self.fd < 0:
+        if self._parent < 0:
             return
         if os.getpid() == self._owner:
             with contextlib.suppress(FileNotFoundError), _locked(self._parent):
                 _remove(self._parent, self.name)
         for fd in (self._lock, self.fd, self._parent):
-            os.close(fd)
-        self.fd = -1
+            if fd >= 0:
+                os.close(fd)
+        self._parent = self._lock = self.fd = -1
 
 
 def reap(parent: str | os.PathLike[str]) -> list[str]:
