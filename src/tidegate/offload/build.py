@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from tidegate.errors import ConfigError
 from tidegate.memory import headroom
 from tidegate.offload.engine import Engine
 from tidegate.offload.gate import FixedGate, Gate, HeadroomGate, ShareGate
-from tidegate.offload.storage import owned_storages
+from tidegate.offload.storage import owned_storages, sharded_params, unsharded_storages
 from tidegate.offload.tierset import TierSet
 from tidegate.offload.transfer import CpuMover, Mover
 from tidegate.tiers.disk import DiskTier
@@ -31,7 +32,8 @@ class Surroundings:
     """The attached model seen from outside: its device, and storages that must never move."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.owned: frozenset[int] = frozenset()
+        self._owned: set[int] = set()
+        self._never_whole: list[Any] = []
         self.device = torch.device("cpu")
         self._model = weakref.ref(model)
         self._said_cpu = False
@@ -47,11 +49,28 @@ class Surroundings:
         if model is None:
             return
         storages = list(owned_storages(model))
-        self.owned = frozenset(storage._cdata for storage in storages)
+        self._never_whole = sharded_params(model)
+        self._owned = {storage._cdata for storage in storages}
+        self._find_whole()
         self.device = next((s.device for s in storages if s.device.type == "cuda"), torch.device("cpu"))
         if self.on_cpu and storages and not self._said_cpu:
             self._said_cpu = True
             _log.info("the model is on the CPU: the device is host RAM, and device_budget means RAM")
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage holds a parameter or a buffer."""
+        if self._never_whole and storage._cdata not in self._owned:
+            self._find_whole()  # FSDP2 first gathers a parameter when its module runs, inside the step
+        return storage._cdata in self._owned
+
+    def _find_whole(self) -> None:
+        still = []
+        for param in self._never_whole:
+            storages = unsharded_storages(param)
+            self._owned.update(storage._cdata for storage in storages)
+            if not storages:
+                still.append(param)
+        self._never_whole = still
 
     @property
     def on_cpu(self) -> bool:

@@ -90,6 +90,8 @@ class Engine:
         self._staying_bytes = 0
         self._leaving_bytes = 0
         self._coming_bytes = 0
+        self._moved = False
+        self._said_idle = False
 
     @functools.cached_property
     def window(self) -> int:
@@ -125,6 +127,12 @@ class Engine:
         for leaver in leavers:
             self._depart(leaver)
         return handle
+
+    def left(self, step: Step) -> None:
+        """A thread left the step. One in which nothing was saved ends at once."""
+        if not step.order:
+            with self._locked():
+                self._end(step)
 
     def exclude(self, nbytes: int) -> None:
         """Books saved bytes that may not move."""
@@ -196,6 +204,7 @@ class Engine:
                 unit.future = future = mover.leave(unit)
                 unit.state = State.LEAVING
                 self._leaving_bytes += unit.nbytes
+                self._moved = True
             future.add_done_callback(functools.partial(self._left, unit))
             return
         self._tiers.warn_full(unit.nbytes)
@@ -489,8 +498,22 @@ class Engine:
     def _end(self, step: Step) -> None:
         if not step.ended:
             step.ended = True
-            self._ledger.counters.steps += 1
+            self._ledger.counters.steps += bool(step.order)
             self.gate.step_ended(step.eligible)
+            if not self._moved and not self._said_idle:
+                self._said_idle = True
+                self._say_idle(step.eligible)
+
+    @staticmethod
+    def _say_idle(eligible: int) -> None:
+        if eligible:
+            _log.warning(
+                "nothing moved in the first step: its %d bytes of saved tensors fit on the device. "
+                "device_budget says how much may stay; 0 moves everything eligible",
+                eligible,
+            )
+        else:
+            _log.warning("nothing moved in the first step: no saved tensor is as large as min_bytes and free to move")
 
     def stats(self) -> OffloadStats:
         with self._locked():

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tidegate.offload.engine import Engine, SavedHandle
 from tidegate.offload.step import Step
 from tidegate.offload.storage import StorageKey, ViewSpec, storage_of
 from tidegate.offload.unit import VersionGuard
 
-__all__ = ["Kept", "Packer"]
+__all__ = ["Distributed", "Kept", "Packer"]
 
 _log = logging.getLogger("tidegate")
 _UNTRACKED = -1
@@ -39,26 +38,35 @@ class Kept:
         return self._tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Flattened:
-    """A wrapper subclass whose inner tensors were packed one by one."""
+class Distributed:
+    """A DTensor whose local shard was packed by itself.
 
-    kind: type
-    inner: dict[str, Any]
-    context: Any
-    shape: torch.Size
-    stride: tuple[int, ...]
+    An edit of a DTensor moves the version counter of the wrapper only, so an emptied alias of it is kept.
+    """
+
+    __slots__ = ("_alias", "_context", "_parts", "_version")
+
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
+        names, self._context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}
+        self._parts = {name: pack(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+        self._version = tensor._version
+        self._alias = tensor
+        tensor._local_tensor = torch.empty(0, dtype=tensor.dtype)
 
     def unpack(self) -> Tensor:
-        tensors = {name: packed.unpack() for name, packed in self.inner.items()}
-        tensor: Tensor = self.kind.__tensor_unflatten__(tensors, self.context, self.shape, self.stride)  # type: ignore[attr-defined]
+        if self._alias._version != self._version:
+            raise VersionGuard.error(self._alias.dtype, self._alias._version, self._version)
+        parts = {name: part.unpack() if hasattr(part, "unpack") else part for name, part in self._parts.items()}
+        shape, stride = self._alias.shape, self._alias.stride()
+        tensor: Tensor = type(self._alias).__tensor_unflatten__(parts, self._context, shape, stride)
         return tensor
 
 
 class Surroundings(Protocol):
     """What pack must know of the model."""
 
-    owned: frozenset[int]
+    def owns(self, storage: torch.UntypedStorage) -> bool: ...
 
     def may_move(self, device: torch.device) -> bool: ...
 
@@ -80,7 +88,7 @@ class Packer:
         self._min_bytes = max(min_bytes, 1)
         self._said: set[type] = set()
 
-    def pack(self, tensor: Tensor) -> SavedHandle | Kept | Flattened:
+    def pack(self, tensor: Tensor) -> SavedHandle | Kept | Distributed:
         """Decides what the graph holds for a saved tensor."""
         alone = not tensor._is_view()  # over a part of a storage: the other parts do not share its version counter
         # A saved result arrives with its own grad_fn: held by that node's handle, it would keep the graph alive.
@@ -90,7 +98,7 @@ class Packer:
         if type(tensor) not in _PLAIN_TYPES or not _is_plain(tensor):
             return self._pack_special(tensor)
         storage, weak = storage_of(tensor)
-        if storage._cdata in self._surroundings.owned:
+        if self._surroundings.owns(storage):
             return Kept(tensor)
         view = ViewSpec.of(tensor)
         span = view.range_in(storage.nbytes(), alone=alone and view.nbytes < storage.nbytes())
@@ -105,19 +113,15 @@ class Packer:
 
     pack.steps_aside = True  # type: ignore[attr-defined]  # see functorch.py
 
-    def unpack(self, packed: SavedHandle | Kept | Flattened) -> Tensor:
+    def unpack(self, packed: SavedHandle | Kept | Distributed) -> Tensor:
         """Gives the tensor back; may run more than once."""
         return packed.unpack()
 
-    def _pack_special(self, tensor: Tensor) -> Kept | Flattened:
-        kind = type(tensor)
-        wrapper: Any = tensor
-        if _is_fake(tensor) or not is_traceable_wrapper_subclass(wrapper):
-            self._say_kept(kind)
-            return Kept(tensor)
-        names, context = wrapper.__tensor_flatten__()
-        inner = {name: self.pack(getattr(tensor, name)) for name in names}
-        return Flattened(kind, inner, context, tensor.shape, tuple(tensor.stride()))
+    def _pack_special(self, tensor: Tensor) -> Kept | Distributed:
+        if _is_dtensor(tensor) and not _is_fake(tensor):
+            return Distributed(tensor, self.pack)
+        self._say_kept(type(tensor))
+        return Kept(tensor)
 
     def _say_kept(self, kind: type) -> None:
         if kind not in self._said:
@@ -130,6 +134,11 @@ def _version(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:  # inference tensors and functorch wrappers do not track versions
         return _UNTRACKED
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and type(tensor) is module.DTensor
 
 
 def _is_fake(tensor: Tensor) -> bool:

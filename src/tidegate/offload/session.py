@@ -105,6 +105,7 @@ class OffloadSession:
             if outermost:
                 with self._lock:
                     self._explicit -= 1
+                self._engine.left(self._step)
 
     def stats(self) -> OffloadStats:
         """What really moved since attach or the last reset."""
@@ -156,7 +157,8 @@ class OffloadSession:
             self._enter(explicit=False)
 
     def _forward_ended(self) -> None:
-        self._threads.leave()
+        if self._threads.leave() and not self._explicit:
+            self._engine.left(self._step)
 
     def _current_step(self) -> Step:
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -91,17 +92,18 @@ class StepStack(threading.local):
 
     def enter(self, hooks: HookPair, *, explicit: bool, hooked: bool) -> None:
         """Goes one level down; installs the hooks if `hooked`."""
-        level = _Level(explicit, saved_tensors_hooks(hooks.pack, hooks.unpack) if hooked else None)
+        level = _Level(explicit, saved_tensors_hooks(*_untraced(hooks)) if hooked else None)
         if level.hooks is not None:
             level.hooks.__enter__()
         self._levels.append(level)
 
-    def leave(self) -> None:
-        """Goes one level up."""
-        if self._levels:
-            level = self._levels.pop()
-            if level.hooks is not None:
-                level.hooks.__exit__(None, None, None)
+    def leave(self) -> bool:
+        """Goes one level up; returns whether that took the hooks away."""
+        level = self._levels.pop() if self._levels else None
+        if level is None or level.hooks is None:
+            return False
+        level.hooks.__exit__(None, None, None)
+        return True
 
     def leave_all(self) -> None:
         """Leaves every level of this thread."""
@@ -118,6 +120,16 @@ class StepStack(threading.local):
 
     def _implicit(self) -> int:
         return sum(not level.explicit for level in self._levels)
+
+
+def _untraced(hooks: HookPair) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Keeps torch.compile from tracing into the hooks that run inside a compiled region."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return hooks.pack, hooks.unpack
+    pack, unpack = dynamo.disable(hooks.pack), dynamo.disable(hooks.unpack)
+    pack.steps_aside = True  # see functorch.py
+    return pack, unpack
 
 
 def _running_forwards(root: nn.Module | None) -> int:

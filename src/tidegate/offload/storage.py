@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["ByteRange", "StorageKey", "ViewSpec", "owned_storages", "storage_of"]
+__all__ = [
+    "ByteRange",
+    "StorageKey",
+    "ViewSpec",
+    "owned_storages",
+    "sharded_params",
+    "storage_of",
+    "unsharded_storages",
+]
 
 _WHOLE_FRACTION = 2
 """A view that spans at least 1/2 of its storage makes the whole storage travel: its siblings then travel free."""
@@ -125,33 +135,59 @@ class ViewSpec:
         The result shares the version counter of `base`, so that an edit of an unpacked tensor is seen later.
         """
         offset = (self.offset + shift) // self.dtype.itemsize
-        typed = base if base.dtype is self.dtype else base.view(self.dtype)
+        typed = base if base.dtype is self.dtype else _as_type(base, self.dtype)
         view = typed.as_strided(self.shape, self.stride, offset)
         if self.conj:
             view = view.conj()
         return torch._neg_view(view) if self.neg else view
 
 
+def _as_type(base: Tensor, dtype: torch.dtype) -> Tensor:
+    """Views the storage of `base` as another type; `base` itself may be strided so that no such view of it exists."""
+    unit = max(dtype.itemsize, base.itemsize)
+    length = base.untyped_storage().nbytes() // unit * unit // base.itemsize
+    return base.as_strided((length,), (1,), 0).view(dtype)
+
+
 def owned_storages(model: nn.Module) -> Iterator[torch.UntypedStorage]:
-    """Yields the storages of every parameter and buffer, of wrapper subclasses and FSDP2's unsharded ones too."""
+    """Yields the storages of every parameter and buffer; of a DTensor, its local shard."""
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 yield from _storages(tensor)
-        group = getattr(getattr(module, "_fsdp_state", None), "_fsdp_param_group", None)
-        for param in getattr(group, "fsdp_params", ()):
-            unsharded = getattr(param, "_unsharded_param", None)
-            for tensor in (unsharded, *getattr(param, "all_gather_outputs", ())):
-                if isinstance(tensor, Tensor):
-                    yield from _storages(tensor)
+
+
+def sharded_params(model: nn.Module) -> list[Any]:
+    """Lists what FSDP2 keeps for each parameter that it shards; empty without FSDP2."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    groups = [group for state in states for group in _param_groups(state)]
+    return [param for group in groups if group is not None for param in group.fsdp_params]
+
+
+def _param_groups(state: Any) -> Iterable[Any]:
+    groups: Iterable[Any] | None = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13; one before
+    return [state._fsdp_param_group] if groups is None else groups
+
+
+def unsharded_storages(param: Any) -> list[torch.UntypedStorage]:
+    """Storages that hold a sharded parameter while it is whole; empty until it has been whole once.
+
+    FSDP2 empties and refills them in place, so they keep their identity.
+    """
+    tensors = (getattr(param, "_unsharded_param", None), *getattr(param, "all_gather_outputs", ()))
+    return [storage for tensor in tensors if isinstance(tensor, Tensor) for storage in _storages(tensor)]
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         names, _ = flatten()
-        for name in names:
-            yield from _storages(getattr(tensor, name))
+        for inner in (getattr(tensor, name) for name in names):
+            if isinstance(inner, Tensor):  # a DTensor names its mesh too
+                yield from _storages(inner)
         return
     try:
         yield tensor.untyped_storage()
