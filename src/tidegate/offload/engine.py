@@ -336,8 +336,9 @@ class Engine:
     def _forward(self, unit: Unit) -> None:
         """Backward takes bytes that are still on the device; a write that has not begun is called off."""
         self._unclaim(unit)
-        if unit.state is State.LEAVING:
+        if unit.future is not None:  # on its way, or written after prefetch had kept the device copy
             self._ledger.used(unit, Outcome.FORWARDED)
+        if unit.state is State.LEAVING:
             self._retain(unit)
 
     def _retain(self, unit: Unit) -> None:
@@ -383,7 +384,7 @@ class Engine:
                 try:
                     if self._arrival(unit, self._mover_for(unit.device)) is None:
                         return
-                except RuntimeError:  # no memory to run ahead with; what is needed now may still fit
+                except (RuntimeError, OSError):  # no memory to run ahead with; what is needed now may still fit
                     return
                 self._claim(unit)
             step.cursor -= 1
@@ -474,6 +475,7 @@ class Engine:
             self._end_turn(unit)
         if not step.alive:
             self._end(step)
+            step.clear()
 
     def _kill(self, unit: Unit) -> None:
         mover = self._mover_for(unit.device)
@@ -531,6 +533,12 @@ class Engine:
             self.closed = True
             self._changed.notify_all()
         self._tiers.close()
+
+    def stay_behind(self) -> None:
+        """In a forked child: moves nothing more, and touches nothing that belongs to the parent."""
+        self.closed = True
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        self._changed = threading.Condition(self._lock)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -26,14 +26,10 @@ _original: Callable[[str], AbstractContextManager[None]] | None = None
 
 @contextmanager
 def _stepping_aside(message: str, original: Callable[[str], AbstractContextManager[None]]) -> Any:
-    top: Any = _autograd._top_saved_tensors_default_hooks(True)
-    if not top or not getattr(top[0], "steps_aside", False):
-        with original(message):
-            yield
-        return
-    _autograd._pop_saved_tensors_default_hooks()
     with ExitStack() as stack:
-        stack.callback(_autograd._push_saved_tensors_default_hooks, *top)
+        while (top := _autograd._top_saved_tensors_default_hooks(True)) and getattr(top[0], "steps_aside", False):
+            _autograd._pop_saved_tensors_default_hooks()
+            stack.callback(_autograd._push_saved_tensors_default_hooks, *top)
         stack.enter_context(original(message))
         yield
 

@@ -152,5 +152,6 @@ def _is_plain(tensor: Tensor) -> bool:
         or tensor.is_quantized
         or tensor.is_nested
         or tensor.is_inference()
+        or tensor._is_zerotensor()
         or tensor.device.type not in ("cpu", "cuda")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -91,6 +92,8 @@ class OffloadSession:
         """
         if self.closed:
             raise SessionClosedError("the offload session is closed; attach the model again")
+        self._threads.drop_interrupted(self._surroundings.model, entering=False)
+        depth = self._threads.depth
         outermost = not self._threads.inside()
         if outermost:
             with self._lock:
@@ -101,7 +104,7 @@ class OffloadSession:
         try:
             yield self
         finally:
-            self._threads.leave()
+            self._threads.leave_to(depth)
             if outermost:
                 with self._lock:
                     self._explicit -= 1
@@ -121,7 +124,7 @@ class OffloadSession:
         A graph that still needs moved bytes raises SessionClosedError in its backward.
         """
         self._finalizer()
-        self._threads.leave_all()
+        self._threads.leave_to(0)
 
     @property
     def closed(self) -> bool:
@@ -150,14 +153,14 @@ class OffloadSession:
     def _forward_begins(self) -> None:
         """Opens an implicit step: the root module's forward with grad."""
         model = self._surroundings.model
-        self._threads.drop_interrupted(model)
+        self._threads.drop_interrupted(model, entering=True)
         if self.closed or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             self._threads.enter(self._packer, explicit=False, hooked=False)
         else:
             self._enter(explicit=False)
 
     def _forward_ended(self) -> None:
-        if self._threads.leave() and not self._explicit:
+        if self._threads.leave_forward() and not self._explicit:
             self._engine.left(self._step)
 
     def _current_step(self) -> Step:
@@ -165,6 +168,21 @@ class OffloadSession:
             if self._step.ended and not self._explicit:
                 self._step = Step()
             return self._step
+
+    def _stay_behind(self) -> None:
+        """The process was forked, and this is the child: it has neither the workers nor the files."""
+        self._finalizer.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._engine.stay_behind()
+
+
+def _after_fork_in_child() -> None:
+    for session in list(_sessions.values()):
+        session._stay_behind()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _RootHook:

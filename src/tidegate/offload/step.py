@@ -44,6 +44,11 @@ class Step:
         self.cursor = len(self.order)
         return len(self.order) - 1
 
+    def clear(self) -> None:
+        """Forgets the saves; no handle is left."""
+        self.order.clear()
+        self.cursor = 0
+
     def reached(self, index: int, task: int) -> bool:
         """Backward unpacks the save at `index`; returns whether this backward is new to the step.
 
@@ -97,26 +102,44 @@ class StepStack(threading.local):
             level.hooks.__enter__()
         self._levels.append(level)
 
-    def leave(self) -> bool:
-        """Goes one level up; returns whether that took the hooks away."""
-        level = self._levels.pop() if self._levels else None
-        if level is None or level.hooks is None:
+    @property
+    def depth(self) -> int:
+        """Levels of this thread."""
+        return len(self._levels)
+
+    def leave_forward(self) -> bool:
+        """Leaves a forward; returns whether that took the hooks away.
+
+        A forward that an earlier hook of the module ended before it was entered is not there to be left.
+        """
+        if not self._levels or self._levels[-1].explicit:
+            return False
+        return self._pop()
+
+    def leave_to(self, depth: int) -> None:
+        """Leaves every level above `depth`, interrupted forwards included."""
+        while len(self._levels) > depth:
+            self._pop()
+
+    def drop_interrupted(self, root: nn.Module | None, *, entering: bool) -> None:
+        """Leaves forwards that a KeyboardInterrupt ended: torch runs always-called hooks for Exceptions only.
+
+        Args:
+            root: The root module.
+            entering: A forward of it has begun that has no level yet.
+        """
+        if not self._levels or self._levels[-1].explicit:
+            return
+        running = _running_forwards(root) - entering
+        while self._implicit() > running and not self._levels[-1].explicit:
+            self._pop()
+
+    def _pop(self) -> bool:
+        level = self._levels.pop()
+        if level.hooks is None:
             return False
         level.hooks.__exit__(None, None, None)
         return True
-
-    def leave_all(self) -> None:
-        """Leaves every level of this thread."""
-        while self._levels:
-            self.leave()
-
-    def drop_interrupted(self, root: nn.Module | None) -> None:
-        """Leaves forwards that a KeyboardInterrupt ended: torch runs always-called hooks for Exceptions only."""
-        if not self._levels or self._levels[-1].explicit:
-            return
-        running = _running_forwards(root) - 1
-        while self._implicit() > running and not self._levels[-1].explicit:
-            self.leave()
 
     def _implicit(self) -> int:
         return sum(not level.explicit for level in self._levels)
