@@ -1,0 +1,88 @@
+"""torch.func and forward-mode differentiation inside steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.offload.compare import same_bits
+from tests.offload.toys import everything
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import tidegate
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).tanh()
+        slope = torch.func.grad(lambda z: z.sin().sum())(y.detach())
+        return (y * slope).sum()
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+def weight_gradient(model: Outer) -> Tensor:
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(torch.randn(8, 16)).backward()
+    assert model.inner.layer.weight.grad is not None
+    return model.inner.layer.weight.grad.clone()
+
+
+def test_the_hooks_of_two_nested_sessions_step_aside_and_come_back(tmp_path: Path) -> None:
+    plain = weight_gradient(Outer())
+    model = Outer()
+    with tidegate.attach(model, everything(tmp_path)), tidegate.attach(model.inner, everything(tmp_path)) as inner:
+        assert same_bits(plain, weight_gradient(model))
+        assert inner.stats().moved > 0
+
+
+def test_functional_call_swaps_parameters_for_the_step(tmp_path: Path) -> None:
+    model = Outer()
+    others = {name: torch.full_like(tensor, 0.01).requires_grad_() for name, tensor in model.named_parameters()}
+    x = torch.randn(8, 16)
+    plain = torch.autograd.grad(torch.func.functional_call(Outer(), others, (x,)), list(others.values()))
+    with tidegate.attach(model, everything(tmp_path)) as session:
+        offloaded = torch.autograd.grad(torch.func.functional_call(model, others, (x,)), list(others.values()))
+        assert all(same_bits(a, b) for a, b in zip(plain, offloaded, strict=True))
+        assert session.stats().written["disk"] <= 4 * x.nbytes  # the weights stayed
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("min_bytes", [1, 1 << 30], ids=["moving", "kept"])
+def test_forward_over_reverse_keeps_its_tangents(tmp_path: Path, min_bytes: int) -> None:
+    class Cubes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).tanh().pow(3)
+
+    def hessian_times_vector(model: nn.Module) -> Tensor:
+        x = torch.linspace(-1, 1, 128).reshape(8, 16).requires_grad_()
+        with forward_ad.dual_level():
+            y = model(forward_ad.make_dual(x, torch.ones_like(x)))
+            (slope,) = torch.autograd.grad(y.sum(), x)
+            return forward_ad.unpack_dual(slope).tangent.clone()
+
+    plain = hessian_times_vector(Cubes())
+    model = Cubes()
+    with tidegate.attach(model, everything(tmp_path, min_bytes=min_bytes)):
+        assert same_bits(plain, hessian_times_vector(model))
