@@ -1,105 +1,31 @@
 """OffloadConfig: all that a user may say, validated once."""
 
-from __future__ import annotations
-
+# Annotations are evaluated here: jsonargparse reads a dataclass's fields, not its __init__, where they are postponed.
 import dataclasses
 import difflib
 import json
-import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from tidegate.errors import ConfigError, MissingExtraError
+from tidegate.sizes import Percent, parse_size
 
 __all__ = ["OffloadConfig", "Percent", "parse_size"]
 
 _PREFIX = "TIDEGATE_"
-_RESERVED = frozenset({"TIDEGATE_CONFIG"})
+_RESERVED = frozenset({"TIDEGATE_CONFIG"})  # variables of ours that are no fields
 _TIERS = ("host", "disk")
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGTP", start=1)
-    for base, suffix in ((1000, "B"), (1000, ""), (1024, "iB"), (1024, "i"))
-}
-_UNITS_FOLDED = {unit.lower(): factor for unit, factor in _UNITS.items()}
-_SIZE = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class Percent:
-    """A share, as "30%" says it.
-
-    Args:
-        share: 0 to 1.
-    """
-
-    share: float
-
-    def of(self, nbytes: int) -> int:
-        """The share of `nbytes`, in bytes, rounded down."""
-        return int(self.share * nbytes)
-
-    def __str__(self) -> str:
-        return f"{self.share * 100:g}%"
+_Path: TypeAlias = str | os.PathLike[str]
 
 
-def parse_size(value: int | float | str | Percent) -> int | Percent:
-    """Reads a size: bytes as a number, "8GiB" (2**30), "8 GB" (10**9), or "30%".
-
-    Returns:
-        Bytes, or a Percent.
-
-    Raises:
-        ConfigError: It is negative, not finite, or no size.
-    """
-    if isinstance(value, Percent):
-        return _percent(value.share)
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ConfigError(f'{value!r} is no size; give bytes or a string such as "8GiB"')
-    if isinstance(value, str):
-        text = value.strip()
-        if text.endswith("%"):
-            return _percent(_number(text[:-1], value) / 100)
-        match = _SIZE.fullmatch(text)
-        factor = _UNITS_FOLDED.get(match[2].lower()) if match else None
-        if match is None or factor is None:
-            raise ConfigError(
-                f"{value!r} is no size; give bytes or a number with B, KB, KiB, MB, MiB, GB, GiB, TB or TiB"
-            )
-        number: float = _number(match[1], value) * factor
-    else:
-        number = value
-    if number != number or number in (math.inf, -math.inf):
-        raise ConfigError(f"{value!r} is no size: it is not finite")
-    if number < 0:
-        raise ConfigError(f"{value!r} is negative; sizes start at 0")
-    return round(number)
-
-
-def _number(text: str, value: object) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise ConfigError(f'{value!r} is no size; give bytes or a string such as "8GiB" or "30%"') from None
-    return int(number) if number.is_integer() else number
-
-
-def _percent(share: float) -> Percent:
-    if not 0 <= share <= 1:
-        raise ConfigError(f"{share * 100:g}% lies outside 0% to 100%")
-    return Percent(share)
-
-
-_UNSET: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class OffloadConfig:
     """What may move where.
 
@@ -124,99 +50,120 @@ class OffloadConfig:
         pin_memory: Page-locked host memory: "auto" (with a GPU), True or False.
         verify: Checksum every unit when it leaves and when it is back.
 
+    Attributes:
+        given: Names of the fields that an argument, a variable or a file gave.
+
     Raises:
         ConfigError: A value cannot be meant.
     """
 
-    tiers: tuple[str, ...] = _UNSET
-    device_budget: int | Percent | Literal["auto"] = _UNSET
-    host_budget: int | Literal["auto"] = _UNSET
-    disk_budget: int | Percent | Literal["auto"] = _UNSET
-    disk_paths: tuple[str, ...] = _UNSET
-    recompute: Literal["auto", False] = _UNSET
-    min_bytes: int = _UNSET
-    window: int | Literal["auto"] = _UNSET
-    io_threads: int = _UNSET
-    direct_io: bool | Literal["auto"] = _UNSET
-    pin_memory: bool | Literal["auto"] = _UNSET
-    verify: bool = _UNSET
-    given: frozenset[str] = dataclasses.field(init=False, repr=False, compare=False, default=frozenset())
+    tiers: tuple[str, ...]
+    device_budget: int | Percent | Literal["auto"]
+    host_budget: int | Literal["auto"]
+    disk_budget: int | Percent | Literal["auto"]
+    disk_paths: tuple[str, ...]
+    recompute: Literal["auto", False]
+    min_bytes: int
+    window: int | Literal["auto"]
+    io_threads: int
+    direct_io: bool | Literal["auto"]
+    pin_memory: bool | Literal["auto"]
+    verify: bool
+    given: frozenset[str] = dataclasses.field(repr=False, compare=False)
 
-    if TYPE_CHECKING:
-        # What may be written; the fields above say what is read.
-        def __init__(
-            self,
-            *,
-            tiers: str | Sequence[str] | None = None,
-            device_budget: int | float | str | Percent | None = None,
-            host_budget: int | float | str | None = None,
-            disk_budget: int | float | str | Percent | None = None,
-            disk_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-            recompute: Literal["auto", False] | None = None,
-            min_bytes: int | float | str | None = None,
-            window: int | float | str | None = None,
-            io_threads: int | None = None,
-            direct_io: bool | Literal["auto"] | None = None,
-            pin_memory: bool | Literal["auto"] | None = None,
-            verify: bool | None = None,
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
-        layers = (_from_environment(), _from_config_file())
+    def __init__(
+        self,
+        *,
+        tiers: Sequence[str] | str | None = None,
+        device_budget: int | float | str | Percent | None = None,
+        host_budget: int | float | str | None = None,
+        disk_budget: int | float | str | Percent | None = None,
+        disk_paths: Sequence[_Path] | _Path | None = None,
+        recompute: Literal["auto", False] | None = None,
+        min_bytes: int | float | str | None = None,
+        window: int | float | str | None = None,
+        io_threads: int | None = None,
+        direct_io: bool | Literal["auto"] | None = None,
+        pin_memory: bool | Literal["auto"] | None = None,
+        verify: bool | None = None,
+    ) -> None:
+        arguments = {
+            "tiers": tiers,
+            "device_budget": device_budget,
+            "host_budget": host_budget,
+            "disk_budget": disk_budget,
+            "disk_paths": disk_paths,
+            "recompute": recompute,
+            "min_bytes": min_bytes,
+            "window": window,
+            "io_threads": io_threads,
+            "direct_io": direct_io,
+            "pin_memory": pin_memory,
+            "verify": verify,
+        }
+        sources = [_Source("{}", arguments), *_outside()]
         given = set()
         for name, (default, read) in _FIELDS.items():
-            value, source = getattr(self, name), name
-            for layer, prefix in zip(layers, (_PREFIX, "in the file of TIDEGATE_CONFIG: "), strict=True):
-                if value is None and name in layer:
-                    value = layer[name]
-                    source = prefix + (name.upper() if prefix == _PREFIX else name)
-            if value is None:
-                value = default
-            else:
+            source = next((source for source in sources if source.values.get(name) is not None), None)
+            if source is not None:
                 given.add(name)
             try:
-                object.__setattr__(self, name, read(value))
+                object.__setattr__(self, name, read(default if source is None else source.values[name]))
             except ConfigError as error:
-                raise ConfigError(f"{source}: {error}") from None
+                raise ConfigError(f"{name if source is None else source.naming(name)}: {error}") from None
         object.__setattr__(self, "given", frozenset(given))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> OffloadConfig:
-        """Builds a config from plain data.
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Builds a config from plain data, such as `to_dict` makes.
 
         Raises:
             ConfigError: An unknown key, or a value that cannot be meant.
         """
-        return cls(**_known(values, "OffloadConfig"))
+        fields = dict(values)
+        given = fields.pop("given", None)
+        config = cls(**_known(fields, "OffloadConfig"))
+        return config if given is None else config._with_given(given)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> OffloadConfig:
+    def from_file(cls, path: _Path) -> Self:
         """Builds a config from a TOML, JSON or YAML file.
 
         Raises:
             ConfigError: The file cannot be read, or says something that cannot be meant.
         """
-        return cls.from_dict(_read_file(Path(path)))
+        return cls(**_read_file(Path(path)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads back to an equal config."""
-        return {name: _plain(getattr(self, name)) for name in _FIELDS}
+        """Plain data that `from_dict` reads back to an equal config, whatever the environment says there."""
+        return {name: _plain(getattr(self, name)) for name in _FIELDS} | {"given": sorted(self.given)}
 
-    def replace(self, **changes: Any) -> OffloadConfig:
-        """Returns a copy with some fields changed; what was given stays given."""
-        kept = {name: getattr(self, name) for name in self.given}
-        return type(self)(**_known(kept | changes, "OffloadConfig"))
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some fields changed; None means as if the field had not been given.
+
+        Raises:
+            ConfigError: An unknown field, or a value that cannot be meant.
+        """
+        values = {name: getattr(self, name) for name in _FIELDS} | _known(changes, "OffloadConfig")
+        copy = type(self)(**values)
+        return copy._with_given((self.given - changes.keys()) | (copy.given & changes.keys()))
+
+    __replace__ = replace
+
+    def _with_given(self, names: Iterable[str]) -> Self:
+        """Restores what was given; only for a config that nobody else has seen yet."""
+        object.__setattr__(self, "given", frozenset(_known(dict.fromkeys(names), "OffloadConfig, given")))
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, ({name: getattr(self, name) for name in _FIELDS}, self.given)
+        return _restore, (type(self), self.to_dict())
 
 
-def _restore(values: dict[str, Any], given: frozenset[str]) -> OffloadConfig:
-    config = object.__new__(OffloadConfig)
-    for name, value in values.items():
-        object.__setattr__(config, name, value)
-    object.__setattr__(config, "given", given)
-    return config
+def _restore(kind: type[OffloadConfig], values: dict[str, Any]) -> OffloadConfig:
+    config = object.__new__(kind)
+    for name, (_, read) in _FIELDS.items():
+        object.__setattr__(config, name, read(values[name]))
+    return config._with_given(values["given"])
 
 
 def _plain(value: Any) -> Any:
@@ -249,46 +196,56 @@ def _tiers(value: Any) -> tuple[str, ...]:
 
 
 def _paths(value: Any) -> tuple[str, ...]:
-    paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in _names(value) if path)
+    names = _names(value)
+    for name in names:
+        if not name.strip() or "\0" in name:
+            raise ConfigError(f"{name!r} is no path; name a directory")
+    paths = tuple(os.path.abspath(os.path.expanduser(name)) for name in names)
     if len(set(paths)) != len(paths):
         raise ConfigError(f"a path is named twice: {', '.join(paths)}")
     return paths
 
 
+def _is(value: Any, word: str) -> bool:
+    return isinstance(value, str) and value.strip().lower() == word
+
+
 def _device_budget(value: Any) -> int | Percent | str:
-    if isinstance(value, str) and value.strip().lower() in ("auto", "free"):
-        if value.strip().lower() == "free":
-            raise ConfigError(
-                '"free" needs step times that this version does not measure yet; use "auto", bytes, a percentage or 0'
-            )
-        return "auto"
-    return parse_size(value)
+    if _is(value, "free"):
+        raise ConfigError(
+            '"free" needs step times that this version does not measure yet; use "auto", bytes, a percentage or 0'
+        )
+    return _size_or_auto(value)
+
+
+def _size_or_auto(value: Any) -> int | Percent | str:
+    return "auto" if _is(value, "auto") else parse_size(value)
 
 
 def _bytes_or_auto(value: Any) -> int | str:
-    size = _disk_budget(value)
-    if isinstance(size, Percent):
-        raise ConfigError(f"{value!r}: a percentage has no meaning here; give bytes or a size")
+    return "auto" if _is(value, "auto") else _bytes(value)
+
+
+def _positive_bytes_or_auto(value: Any) -> int | str:
+    size = _bytes_or_auto(value)
+    if size == 0:
+        raise ConfigError('0 bytes in flight move nothing; give a size, or "auto"')
     return size
-
-
-def _disk_budget(value: Any) -> int | Percent | str:
-    return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else parse_size(value)
 
 
 def _bytes(value: Any) -> int:
     size = parse_size(value)
     if isinstance(size, Percent):
-        raise ConfigError(f"{value!r}: a percentage has no meaning here; give bytes or a size")
+        raise ConfigError(f"{str(value)!r}: a percentage has no meaning here; give bytes or a size")
     return size
 
 
 def _recompute(value: Any) -> str | bool:
-    if isinstance(value, str) and value.lower() in ("cheap", "blocks"):
-        raise ConfigError(f'recompute="{value}" is not in this version; use "auto" or False')
+    if _is(value, "cheap") or _is(value, "blocks"):
+        raise ConfigError(f'"{value.strip().lower()}" is not in this version; use "auto" or False')
     choice = _bool_or_auto(value)
     if choice is True:
-        raise ConfigError('recompute=True says too little; use "auto" or False')
+        raise ConfigError('True says too little; use "auto" or False')
     return choice
 
 
@@ -302,28 +259,28 @@ def _bool(value: Any) -> bool:
 
 
 def _bool_or_auto(value: Any) -> bool | str:
-    return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else _bool(value)
+    return "auto" if _is(value, "auto") else _bool(value)
 
 
 def _threads(value: Any) -> int:
     try:
         threads = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{value!r} is no number of threads") from None
     if isinstance(value, bool) or (isinstance(value, float) and value != threads) or not 1 <= threads <= 256:
         raise ConfigError(f"{value!r} is no number of threads; 1 to 256 are possible")
     return threads
 
 
-_FIELDS: dict[str, tuple[Any, Any]] = {
+_FIELDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "tiers": (_TIERS, _tiers),
     "device_budget": ("auto", _device_budget),
     "host_budget": ("auto", _bytes_or_auto),
-    "disk_budget": ("auto", _disk_budget),
+    "disk_budget": ("auto", _size_or_auto),
     "disk_paths": ((), _paths),
     "recompute": ("auto", _recompute),
     "min_bytes": ("1MiB", _bytes),
-    "window": ("auto", _bytes_or_auto),
+    "window": ("auto", _positive_bytes_or_auto),
     "io_threads": (4, _threads),
     "direct_io": ("auto", _bool_or_auto),
     "pin_memory": ("auto", _bool_or_auto),
@@ -331,16 +288,23 @@ _FIELDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _known(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    for name in values:
-        if name not in _FIELDS:
-            raise ConfigError(f"{where}: unknown key {name!r}{_nearest(str(name), _FIELDS)}")
-    return dict(values)
+# Sources: where values that are no arguments come from.
 
 
-def _nearest(name: str, names: Any) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(names))}"
+class _Source(NamedTuple):
+    """Values by field, and how an error names a field there; "{}" stands for the name."""
+
+    label: str
+    values: Mapping[str, Any]
+
+    def naming(self, field: str) -> str:
+        return self.label.replace("{}", field.upper() if self.label.startswith(_PREFIX) else field)
+
+
+def _outside() -> list[_Source]:
+    path = os.environ.get("TIDEGATE_CONFIG")
+    file = [_Source(f"config file {path}: {{}}", _read_file(Path(path)))] if path else []
+    return [_Source(_PREFIX + "{}", _from_environment()), *file]
 
 
 def _from_environment() -> dict[str, Any]:
@@ -357,14 +321,9 @@ def _from_environment() -> dict[str, Any]:
     return values
 
 
-def _from_config_file() -> dict[str, Any]:
-    path = os.environ.get("TIDEGATE_CONFIG")
-    return _read_file(Path(path)) if path else {}
-
-
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         if path.suffix in (".yaml", ".yml"):
             values = _yaml(text)
         elif path.suffix == ".json":
@@ -387,3 +346,15 @@ def _yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+
+
+def _known(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for name in values:
+        if name not in _FIELDS:
+            raise ConfigError(f"{where}: unknown key {name!r}{_nearest(str(name), _FIELDS)}")
+    return dict(values)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(names))}"
