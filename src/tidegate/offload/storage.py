@@ -162,7 +162,8 @@ def sharded_params(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    sharded: list[Any] = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    states = [module._get_fsdp_state() for module in sharded]
     groups = [group for state in states for group in _param_groups(state)]
     return [param for group in groups if group is not None for param in group.fsdp_params]
 

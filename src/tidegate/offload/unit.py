@@ -68,7 +68,7 @@ class VersionGuard:
         themselves. torch does not tell which counter a tensor has, so the other's is moved for a moment.
         """
         version = self._alias._version
-        set_version = torch._C._autograd._unsafe_set_version_counter
+        set_version = _autograd._unsafe_set_version_counter
         set_version((self._alias,), (version + 1,))
         try:
             return other._alias._version == version + 1
@@ -89,6 +89,7 @@ class VersionGuard:
         )
 
 
+_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  # a module that type checkers do not know
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
