@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from tidegate.errors import ConfigError
 from tidegate.sizes import Percent, parse_size
 
-UNITS = {"B": 1, "KB": 1000, "KiB": 2**10, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
+UNITS = {
+    "B": 1,
+    "KB": 1000,
+    "KiB": 2**10,
+    "MB": 10**6,
+    "MiB": 2**20,
+    "GB": 10**9,
+    "GiB": 2**30,
+    "TB": 10**12,
+    "TiB": 2**40,
+}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +102,9 @@ def test_sizes_beyond_any_memory_are_refused(written: int | str) -> None:
         parse_size(written)
 
 
-@pytest.mark.parametrize("written", ["", " ", "GiB", "8 XB", "8 GiBs", "eight", "8,5GB", "0x10", "nan", "%", "a%", "1 2"])
+@pytest.mark.parametrize(
+    "written", ["", " ", "GiB", "8 XB", "8 GiBs", "eight", "8,5GB", "0x10", "nan", "%", "a%", "1 2"]
+)
 def test_what_is_no_size_says_how_to_write_one(written: str) -> None:
     with pytest.raises(ConfigError, match="8GiB"):
         parse_size(written)

@@ -123,7 +123,7 @@ class OffloadConfig:
         fields = dict(values)
         given = fields.pop("given", None)
         config = cls(**_known(fields, "OffloadConfig"))
-        return config if given is None else config._with_given(given)
+        return config if given is None else config._with_given(_names(given))
 
     @classmethod
     def from_file(cls, path: _Path) -> Self:
