@@ -145,8 +145,7 @@ def test_h11_an_edit_of_an_unpacked_tensor_never_reaches_another_reader(tmp_path
     def outcome(model: Runs, session: OffloadSession | None) -> Tensor | None:
         try:
             return weight_gradient(model, session)
-        except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)
+        except InPlaceError:
             return None
 
     right = weight_gradient(Runs(lambda y: (y.square() + y.sin()).sum()))
