@@ -43,30 +43,47 @@ class LanguageModel(nn.Module):
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    sizes: dict[str, Any] = {
+        "n_positions": 32,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return LanguageModel(GPT2LMHeadModel(GPT2Config(vocab_size=_VOCABULARY, **sizes)))
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     return LanguageModel(BertForMaskedLM(BertConfig(vocab_size=_VOCABULARY, max_position_embeddings=32, **sizes)))
 
 
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
-    return LanguageModel(
-        T5ForConditionalGeneration(T5Config(vocab_size=_VOCABULARY, decoder_start_token_id=0, **sizes))
-    )
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    config: Any = T5Config(vocab_size=_VOCABULARY, **sizes)
+    config.decoder_start_token_id = 0
+    return LanguageModel(T5ForConditionalGeneration(config))
 
 
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LanguageModel(
         LlamaForCausalLM(LlamaConfig(vocab_size=_VOCABULARY, num_key_value_heads=2, attention_dropout=0.1, **sizes))
     )
@@ -76,7 +93,12 @@ def llama_lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     base: Any = LlamaForCausalLM(LlamaConfig(vocab_size=_VOCABULARY, **sizes))
     lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
     with warnings.catch_warnings():

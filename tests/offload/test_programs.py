@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from tests.offload.compare import assert_balanced, differences, wait_until_away
 from tests.offload.programs import OPERATIONS, Instruction, Program, ProgramModule
-from torch import Tensor
+from torch import Tensor, nn
 
 import tidegate
 from tidegate import OffloadConfig, OffloadSession
@@ -85,12 +85,10 @@ def execute(
         variant: "settled" lets every write end before backward; "whole" puts backward inside the step; or "".
     """
     torch.manual_seed(seed)
-    with torch.no_grad():
-        module.weight.set_(torch.randn(4, 6))
+    module.weight = nn.Parameter(torch.randn(4, 6))
     leaves = [torch.randn(4, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)]
     inputs = [module.weight, *leaves]
     outcome = Outcome(failed_in="forward")
-    module.weight.grad = None
     try:
         with session.step() if session is not None and variant == "whole" else nullcontext():
             loss = module(program, leaves)
