@@ -97,7 +97,9 @@ def test_s7_passes_without_backward_teach_no_budget(tmp_path: Path) -> None:
         with torch.no_grad():
             for _ in range(3):
                 model(torch.randn(4096, 32))
-        gradients(model)
+        loss = model(torch.randn(4096, 32)).pow(2).sum()
+        wait_until_away(session)
+        loss.backward()
         assert session.stats().kept == 0  # the first training step is not known yet: all of it moves
         gradients(model)
         assert session.stats().kept > 0

@@ -60,7 +60,7 @@ def test_functional_call_swaps_parameters_for_the_step(tmp_path: Path) -> None:
     with tidegate.attach(model, everything(tmp_path)) as session:
         offloaded = torch.autograd.grad(torch.func.functional_call(model, others, (x,)), list(others.values()))
         assert all(same_bits(a, b) for a, b in zip(plain, offloaded, strict=True))
-        assert session.stats().written["disk"] <= 4 * x.nbytes  # the weights stayed
+        assert session.stats().written.get("disk", 0) <= 4 * x.nbytes  # the weights stayed
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
