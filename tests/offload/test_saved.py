@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -182,3 +184,56 @@ def test_unsharded_parameters_stay_from_the_first_step_on(tmp_path: Path, mesh: 
         offloaded = gradients(model, session)
         assert session.stats().written["disk"] == 4 * 16 * 32 * 4  # the input and three results of tanh
     assert all(same_bits(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+
+FSDP1 = """
+import sys, warnings
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+import tidegate
+
+warnings.simplefilter("ignore")
+
+def main(rank, store, spill):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def shard(module):
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+    def build():
+        torch.manual_seed(0)
+        return shard(nn.Sequential(*(shard(nn.Sequential(nn.Linear(64, 64), nn.Tanh())) for _ in range(4))))
+
+    def gradients(model):
+        found = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(128, 64)).square().sum().backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+            model.zero_grad()
+        return found
+
+    plain, model = gradients(build()), build()
+    config = tidegate.OffloadConfig(tiers="disk", disk_paths=spill, device_budget=0, min_bytes=1)
+    with tidegate.attach(model, config, rank=rank) as session:
+        assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model), strict=True))
+        stats = session.stats()
+        assert stats.moved + stats.kept == 3 * 5 * 128 * 64 * 4, stats  # activations, and no weight
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(main, args=tuple(sys.argv[1:]), nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_fsdp1_weights_stay_though_their_memory_is_emptied_after_forward(tmp_path: Path) -> None:
+    script, spill = tmp_path / "train.py", tmp_path / "spill"
+    script.write_text(FSDP1)
+    spill.mkdir()
+    command = [sys.executable, str(script), str(tmp_path / "store"), str(spill)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert list(spill.iterdir()) == []

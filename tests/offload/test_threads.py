@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,10 @@ def slopes(model: nn.Module, seed: int) -> tuple[Tensor, ...]:
     return torch.autograd.grad(model(x).square().sum(), tuple(model.parameters()))
 
 
-def in_threads(work: list[Callable[[], None]]) -> None:
+def in_threads(work: list[Callable[[], object]]) -> None:
     errors: list[BaseException] = []
 
-    def guarded(task: Callable[[], None]) -> None:
+    def guarded(task: Callable[[], object]) -> None:
         try:
             task()
         except BaseException as error:
@@ -60,6 +61,25 @@ def test_threads_share_the_input_that_they_save(tmp_path: Path) -> None:
         assert len(results) == 4
         assert all(same_bits(plain, result) for result in results)
         assert_nothing_left(session)
+
+
+def test_threads_that_save_one_tensor_at_the_same_time_see_no_edit(tmp_path: Path) -> None:
+    class Saves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(10):
+                x = x + x0.cos() + x0[1:].sin().sum()
+            return x.sum()
+
+    x0 = torch.randn(64, 64, requires_grad=True)
+    model = Saves()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with tidegate.attach(model, everything(tmp_path, device_budget="1GiB")) as session:
+            in_threads([lambda: [torch.autograd.grad(model(x0), x0) for _ in range(20)] for _ in range(4)])
+            assert_nothing_left(session)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_backward_may_run_in_another_thread(tmp_path: Path) -> None:

@@ -544,6 +544,8 @@ class Engine:
     def _locked(self) -> Iterator[None]:
         try:
             with self._lock:
+                while not self._released.empty():  # so that what is read now is not behind
+                    self._forget(*self._released.get_nowait())
                 yield
         finally:
             self._settle()

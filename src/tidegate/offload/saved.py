@@ -91,6 +91,7 @@ class Packer:
     def pack(self, tensor: Tensor) -> SavedHandle | Kept | Distributed:
         """Decides what the graph holds for a saved tensor."""
         alone = not tensor._is_view()  # over a part of a storage: the other parts do not share its version counter
+        owner = tensor if alone else tensor._base
         # A saved result arrives with its own grad_fn: held by that node's handle, it would keep the graph alive.
         tensor = tensor.detach()
         if torch._C._current_graph_task_id() != -1:
@@ -106,7 +107,8 @@ class Packer:
         if travels < self._min_bytes or not self._surroundings.may_move(tensor.device):
             self._engine.exclude(view.nbytes)
             return Kept(tensor)
-        guard = VersionGuard(tensor)
+        assert owner is not None
+        guard = VersionGuard(tensor, owner)
         layout = (view.dtype, view.shape, view.stride) if span.dense else ()
         key = StorageKey(storage._cdata, storage.data_ptr(), storage.nbytes(), guard.version, span, layout)
         return self._engine.save(tensor, guard, view, key, weak, self._current())

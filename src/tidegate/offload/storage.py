@@ -158,14 +158,20 @@ def owned_storages(model: nn.Module) -> Iterator[torch.UntypedStorage]:
 
 
 def sharded_params(model: nn.Module) -> list[Any]:
-    """Lists what FSDP2 keeps for each parameter that it shards; empty without FSDP2."""
+    """Lists what FSDP keeps for each parameter that it shards: FSDP1's flat ones, FSDP2's own; empty without FSDP."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
-    sharded: list[Any] = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-    states = [module._get_fsdp_state() for module in sharded]
+    modules: list[Any] = list(model.modules())
+    handles = [module._handle for module in modules if isinstance(module, fsdp.FullyShardedDataParallel)]
+    flat = [handle.flat_param for handle in handles if handle is not None and _has_whole_copy(handle)]
+    states = [module._get_fsdp_state() for module in modules if isinstance(module, fsdp.FSDPModule)]
     groups = [group for state in states for group in _param_groups(state)]
-    return [param for group in groups if group is not None for param in group.fsdp_params]
+    return flat + [param for group in groups if group is not None for param in group.fsdp_params]
+
+
+def _has_whole_copy(handle: Any) -> bool:
+    return bool(handle.uses_sharded_strategy or handle._uses_param_mixed_precision)
 
 
 def _param_groups(state: Any) -> Iterable[Any]:
@@ -173,12 +179,16 @@ def _param_groups(state: Any) -> Iterable[Any]:
     return [state._fsdp_param_group] if groups is None else groups
 
 
+_WHOLE = ("_unsharded_param", "_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+
+
 def unsharded_storages(param: Any) -> list[torch.UntypedStorage]:
     """Storages that hold a sharded parameter while it is whole; empty until it has been whole once.
 
-    FSDP2 empties and refills them in place, so they keep their identity.
+    FSDP empties and refills them in place, so they keep their identity.
     """
-    tensors = (getattr(param, "_unsharded_param", None), *getattr(param, "all_gather_outputs", ()))
+    tensors = [getattr(param, name, None) for name in _WHOLE]
+    tensors += getattr(param, "all_gather_outputs", ())
     return [storage for tensor in tensors if isinstance(tensor, Tensor) for storage in _storages(tensor)]
 
 
@@ -192,5 +202,5 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         return
     try:
         yield tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, or a lazy parameter without data
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, or a lazy parameter without data
         return

@@ -44,15 +44,21 @@ class VersionGuard:
 
     Installing saved-tensor hooks switches that check off for all tensors the hooks see. The alias shares the
     version counter but not the data, so it holds no memory.
+
+    Args:
+        tensor: What is saved.
+        owner: The tensor itself, or the base of which it is a view.
     """
 
-    __slots__ = ("_alias", "_version")
+    __slots__ = ("_alias", "_counter", "_owner", "_version")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, owner: Tensor) -> None:
         self._version = tensor._version
         alias = tensor.detach()
         alias.data = _empty(tensor.dtype, tensor.device)
         self._alias = alias
+        self._owner = _torch._WeakTensorRef(owner)  # keeps the address that follows unique
+        self._counter = owner._cdata
 
     @property
     def version(self) -> int:
@@ -62,18 +68,12 @@ class VersionGuard:
         return self._alias._version == self._version
 
     def same_counter(self, other: VersionGuard) -> bool:
-        """Whether both tensors count their edits together.
+        """Whether both tensors are known to count their edits together.
 
         Equal versions say nothing else: the parts of torch.unsafe_chunk (in every LSTM) and `tensor.data` count for
-        themselves. torch does not tell which counter a tensor has, so the other's is moved for a moment.
+        themselves. torch does not tell which counter a tensor has; a tensor and its views have one.
         """
-        version = self._alias._version
-        set_version = _autograd._unsafe_set_version_counter
-        set_version((self._alias,), (version + 1,))
-        try:
-            return other._alias._version == version + 1
-        finally:
-            set_version((self._alias,), (version,))
+        return bool(self._counter == other._counter)
 
     def check(self) -> None:
         """Raises InPlaceError if the tensor changed since it was saved."""
@@ -89,7 +89,7 @@ class VersionGuard:
         )
 
 
-_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009  # a module that type checkers do not know
+_torch: Any = torch._C  # type checkers do not know all of it
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
