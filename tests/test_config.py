@@ -8,15 +8,17 @@ import json
 import math
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jsonargparse
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.config import OffloadConfig, Percent
 from tidegate.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jsonargparse
 
 FIELDS = [field.name for field in dataclasses.fields(OffloadConfig) if field.name != "given"]
 
@@ -389,7 +391,8 @@ def test_equal_configs_hash_equal() -> None:
 
 @pytest.fixture
 def parser() -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    module = pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
+    parser: jsonargparse.ArgumentParser = module.ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
     parser.add_argument("--offload", type=OffloadConfig)
     return parser

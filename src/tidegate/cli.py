@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import tidegate
@@ -47,8 +48,13 @@ def doctor(
     """
     from tidegate.doctor import examine
 
-    logging.getLogger("tidegate").setLevel(logging.CRITICAL)  # what it would log stands in the report
-    report = examine(tuple(path or ()), quick=quick)
+    log = logging.getLogger("tidegate")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what it would log stands in the report
+    try:
+        report = examine(tuple(path or ()), quick=quick)
+    finally:
+        log.setLevel(level)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
@@ -61,11 +67,12 @@ def _show(report: Any) -> None:
     for title, rows in report.tables.items():
         table = Table("", "", title=title, title_justify="left", show_header=False)
         for name, value in rows.items():
-            table.add_row(name, _text(value))
+            table.add_row(escape(name), escape(_text(value)))
         if rows:
             console.print(table)
     for finding in report.findings:
-        console.print(f"[bold red]problem[/] {finding.what}\n  [green]remedy[/] {finding.remedy}", highlight=False)
+        what, remedy = escape(finding.what), escape(finding.remedy)
+        console.print(f"[bold red]problem[/] {what}\n  [green]remedy[/] {remedy}", highlight=False, soft_wrap=True)
     if report.ok:
         console.print("[bold green]no problems found[/]")
 
@@ -73,6 +80,8 @@ def _show(report: Any) -> None:
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{name}: {_text(inner)}" for name, inner in value.items())
+    if value is None:
+        return "none"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1024:
         return _size(value)
     return str(value)

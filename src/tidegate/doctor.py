@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
-import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+import tidegate
+from tidegate._extras import EXTRAS
 from tidegate.config import OffloadConfig
 from tidegate.errors import TidegateError
 from tidegate.memory import headroom
-from tidegate.memory.probe import Rates, host_copy_rate, kvikio_status, link_rate
-from tidegate.tiers.disk import DiskTier
+from tidegate.memory.probe import disk_rate, host_copy_rate, kvikio_status, link_rate
 from tidegate.tiers.paths import usable_disk_paths
-from tidegate.tiers.tier import Buffer
 
-__all__ = ["Finding", "Report", "disk_rates", "examine"]
+__all__ = ["Finding", "Report", "examine"]
 
-_EXTRAS = ("lightning", "accelerate", "transformers", "deepspeed", "kvikio", "torch-geometric", "spdl", "matplotlib")
-_UNIT, _UNITS = 16 << 20, 16
+_MALICIOUS_LIGHTNING = ("2.6.2", "2.6.3")  # GHSA-w37p-236h-pfx3
 _LOW_DISK, _LOW_HOST, _SLOW_DISK = 8 << 30, 2 << 30, 0.2
 
 
@@ -71,6 +69,7 @@ def examine(paths: tuple[str, ...] = (), *, quick: bool = False) -> Report:
     report = Report()
     parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("versions", _versions),
+        ("extras", lambda: _extras(report)),
         ("settings", lambda: _settings(report)),
         ("host", lambda: _host(report, quick)),
         ("devices", lambda: _devices(report, quick)),
@@ -79,20 +78,33 @@ def examine(paths: tuple[str, ...] = (), *, quick: bool = False) -> Report:
     for title, part in parts:
         try:
             report.tables[title] = part()
-        except (TidegateError, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:
             report.tables[title] = {}
             report.problem(f"{title}: {error}", "see the message; the rest of this report does not depend on it")
     return report
 
 
 def _versions() -> dict[str, Any]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()}
-    for name in _EXTRAS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found | {"gpu direct storage": kvikio_status()}
+    return {
+        "tidegate": tidegate.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda of torch": torch.version.cuda or "none",
+        "kernel": platform.release(),
+    }
+
+
+def _extras(report: Report) -> dict[str, Any]:
+    found: dict[str, Any] = {name: extra.version or "not installed" for name, extra in EXTRAS.items()}
+    if found["lightning"] in _MALICIOUS_LIGHTNING:
+        report.problem(
+            f"lightning {found['lightning']} is a malicious release (GHSA-w37p-236h-pfx3)",
+            "take this machine off the network, follow the advisory, and install another version",
+        )
+    status = kvikio_status()
+    if EXTRAS["gds"].version is not None and not status.usable:
+        report.problem(f"kvikio: {status.detail}", "none is needed: the disk tier does without; or reinstall kvikio")
+    return found | {"kvikio": status.to_dict()}
 
 
 def _settings(report: Report) -> dict[str, Any]:
@@ -109,7 +121,7 @@ def _host(report: Report, quick: bool) -> dict[str, Any]:
     tightest = min(limits, key=lambda limit: limit.available)
     if tightest.available < _LOW_HOST:
         report.problem(
-            f"host: {tightest.source} leaves {tightest.available} bytes",
+            f"host: {tightest.source} leaves {tightest.available / 2**30:.2f} GiB",
             "free memory, or raise that limit; the host tier takes half of what is left",
         )
     table: dict[str, Any] = {limit.source: {"available": limit.available, "total": limit.total} for limit in limits}
@@ -121,27 +133,45 @@ def _host(report: Report, quick: bool) -> dict[str, Any]:
 
 
 def _devices(report: Report, quick: bool) -> dict[str, Any]:
-    if not torch.cuda.is_available():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    for warning in said:
+        report.problem(f"cuda: {warning.message}", "a driver and a torch build that fit each other")
+    if not usable:
+        if os.path.exists("/dev/nvidiactl") and not said:
+            report.problem(
+                "cuda: this machine has an NVIDIA driver, and torch does not see a GPU",
+                "install a CUDA build of torch, and look at CUDA_VISIBLE_DEVICES",
+            )
         return {"cpu": {"window auto": headroom.auto_window(torch.device("cpu"))}}
     table: dict[str, Any] = {}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        row: dict[str, Any] = {
-            "name": torch.cuda.get_device_name(device),
-            "headroom": headroom.device_headroom(device),
-            "total": headroom.device_total(device),
-            "window auto": headroom.auto_window(device),
-        }
-        if not quick:
-            rate = link_rate(device)
-            row["link"] = rate.to_dict()
-            if not rate.pinned:
-                report.problem(
-                    f"{device}: host memory cannot be page-locked",
-                    "raise the locked-memory limit (ulimit -l unlimited); copies are several times slower without it",
-                )
-        table[str(device)] = row
+        try:
+            table[str(device)] = _device(report, device, quick)
+        except Exception as error:
+            table[str(device)] = {}
+            report.problem(f"{device}: {error}", "nvidia-smi shows who uses it and whether it is healthy")
     return table
+
+
+def _device(report: Report, device: torch.device, quick: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": torch.cuda.get_device_name(device),
+        "headroom": headroom.device_headroom(device),
+        "total": headroom.device_total(device),
+        "window auto": headroom.auto_window(device),
+    }
+    if not quick:
+        rate = link_rate(device)
+        row["link"] = rate.to_dict()
+        if not rate.pinned:
+            report.problem(
+                f"{device}: host memory cannot be page-locked",
+                "raise the locked-memory limit (ulimit -l unlimited); copies are several times slower without it",
+            )
+    return row
 
 
 def _disks(report: Report, paths: tuple[str, ...], quick: bool) -> dict[str, Any]:
@@ -171,6 +201,7 @@ def _disk(report: Report, path: str, quick: bool) -> dict[str, Any]:
         "mount": system.mount,
         "free": free,
         "reserved": (status.f_bfree - status.f_bavail) * status.f_frsize,
+        "quota left": headroom.quota_headroom(path),
         "disk_budget auto": headroom.auto_disk_budget(free),
     }
     if system.is_ram:
@@ -178,44 +209,19 @@ def _disk(report: Report, path: str, quick: bool) -> dict[str, Any]:
     if system.is_network:
         report.problem(f"{path} is {system.kind}, on another machine", "name a directory on a local disk")
     if free < _LOW_DISK:
-        report.problem(f"{path} has {free} bytes free", "free space, or name a larger disk")
+        report.problem(f"{path} has {free / 2**30:.2f} GiB free", "free space, or name a larger disk")
     if not quick:
         try:
-            rates = disk_rates(path)
+            rates = disk_rate(path)
         except OSError as error:
             report.problem(
                 f"{path}: writing and reading failed: {error}", "check the disk, its quota and its free space"
             )
         else:
-            row |= rates.to_dict()
+            row |= {"mode": rates.mode, "write": round(rates.write, 3), "read": round(rates.read, 3)}
             if rates.write < _SLOW_DISK or rates.read < _SLOW_DISK:
                 report.problem(
                     f"{path} writes {rates.write:.2f} and reads {rates.read:.2f} GB/s",
                     "name a faster disk; several disk_paths on separate devices add up",
                 )
     return row
-
-
-def disk_rates(path: str) -> Rates:
-    """Writes and reads 256 MiB of random data under `path` as the disk tier does.
-
-    Raises:
-        OSError: The path cannot be used, or has no room.
-    """
-    data = torch.randint(256, (_UNIT,), dtype=torch.uint8)
-    buffer = Buffer(data.data_ptr(), _UNIT, data)
-    tier = DiskTier((path,), 2 * _UNIT * _UNITS)
-    try:
-        leases = [lease for _ in range(_UNITS) if (lease := tier.reserve(_UNIT, buffer.phase)) is not None]
-        if len(leases) < _UNITS:
-            raise OSError(f"no room for {_UNIT * _UNITS} bytes")
-        seconds = []
-        for move in (tier.write, tier.read):
-            started = time.perf_counter()
-            for future in [move(lease, buffer) for lease in leases]:
-                future.result()
-            seconds.append(time.perf_counter() - started)
-        write, read = (round(_UNIT * _UNITS / spent / 1e9, 2) for spent in seconds)
-        return Rates(write, read, tier.mode)
-    finally:
-        tier.close()

@@ -161,7 +161,7 @@ def _cgroup_mounts(root: Path) -> Iterator[tuple[int, str, str]]:
         yield from ((2, "/", "/sys/fs/cgroup"), (1, "/", "/sys/fs/cgroup/memory"))
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
-        fields, (kind, *rest) = left.split(), right.split()
+        fields, (kind, *rest) = left.split(), right.split() or [""]
         if kind == "cgroup2":
             yield 2, fields[3], fields[4]
         elif kind == "cgroup" and "memory" in rest[-1].split(","):

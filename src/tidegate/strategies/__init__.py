@@ -6,10 +6,9 @@ is. It loads no trainer by itself.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from tidegate.errors import MissingExtraError
+from tidegate import _extras
 from tidegate.strategies import registration
 
 if TYPE_CHECKING:
@@ -27,15 +26,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home, extra = _HOME_OF[name]
-    try:
-        module = importlib.import_module(home)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != extra:
-            raise
-        raise MissingExtraError(
-            f"tidegate.strategies.{name} needs {extra}, which is not installed; pip install 'tidegate[{extra}]'"
-        ) from error
-    value = getattr(module, name)
+    value = getattr(_extras.load(home, extra, f"tidegate.strategies.{name}"), name)
     globals()[name] = value
     return value
 

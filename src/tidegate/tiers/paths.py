@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 
 from tidegate.errors import ConfigError
-from tidegate.memory.headroom import disk_headroom, filesystem_of
+from tidegate.memory.headroom import auto_host_budget, disk_headroom, filesystem_of, host_headroom
 
 __all__ = ["disk_room", "usable_disk_paths"]
 
@@ -68,6 +68,11 @@ def _default_path() -> tuple[str, ...]:
 
 
 def disk_room(paths: Sequence[str]) -> int:
-    """Bytes free under all paths, each device counted once."""
-    rooms = {filesystem_of(path).device: disk_headroom(path) for path in paths}
-    return sum(rooms.values())
+    """Bytes free under all paths, each device counted once.
+
+    Memory file systems share one host: together they have no more than half of its headroom, as the host tier has.
+    """
+    systems = {(system := filesystem_of(path)).device: (system, path) for path in paths}
+    disks = sum(disk_headroom(path) for system, path in systems.values() if not system.is_ram)
+    ram = sum(disk_headroom(path) for system, path in systems.values() if system.is_ram)
+    return disks + (min(ram, auto_host_budget(host_headroom())) if ram else 0)
