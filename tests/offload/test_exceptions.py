@@ -1,10 +1,7 @@
-"""Interrupted and failing steps, and forks: nothing stays hooked, and training goes on."""
+"""Interrupted and failing steps: nothing stays hooked, and training goes on."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,54 +74,3 @@ def test_closing_inside_a_step_is_safe(tmp_path: Path) -> None:
         assert not hooks_installed()
         assert_same_gradients(gradients(blocks()), gradients(model))
     assert list(tmp_path.iterdir()) == []
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Forks, runs `work` in the child, and returns its exit code."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_trains_plainly_and_leaves_its_parent_s_files_alone(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    model = blocks()
-    plain = gradients(blocks())
-    with tidegate.attach(model, everything(tmp_path)) as session:
-        gradients(model)
-        moved = session.stats().moved
-
-        def work() -> None:
-            assert session.closed
-            assert_same_gradients(plain, gradients(model))
-            assert session.stats().moved == moved
-            session.close()
-
-        with session._engine._lock:  # as a worker may hold it at that moment
-            assert in_child(work) == 0
-        assert all(path.is_dir() for path in session.spill_dirs)
-        assert_same_gradients(plain, gradients(model, session))
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_may_attach_the_model_anew(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
-    model = blocks()
-    with tidegate.attach(model, everything(tmp_path)):
-        gradients(model)
-        plain = gradients(blocks())
-
-        def work() -> None:
-            with tidegate.attach(model, everything(tmp_path)) as session:
-                assert_same_gradients(plain, gradients(model, session))
-                assert session.stats().moved > 0
-
-        assert in_child(work) == 0

@@ -9,6 +9,8 @@ import logging
 import pickle
 import threading
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 import tidegate
 from tidegate import ConfigError, OffloadConfig, SessionClosedError
+from tidegate.tiers import disk
+from tidegate.tiers.io_posix import PosixIo
 
 
 def build() -> nn.Sequential:
@@ -418,3 +422,32 @@ def test_reset_starts_new_books(tmp_path: Path) -> None:
         )
         assert stats.modes["disk"].startswith("posix-")
         assert isinstance(stats.to_dict()["written"], dict)
+
+
+def test_stats_wait_for_writes_that_have_begun_unless_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+
+    class Held(PosixIo):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            assert not wanted.is_set() or may_write.wait(60)
+            return super().pwritev(fd, buffers, offset)
+
+    wanted = threading.Event()  # the probe that opens the tier is let through
+    monkeypatch.setattr(disk, "PosixIo", Held)
+    model, x = build(), torch.randn(64, 32)
+    with tidegate.attach(model, config(tmp_path, window=1 << 20)) as session, ThreadPoolExecutor(1) as reader:
+        model(x).sum().backward()
+        session.reset_stats()
+        wanted.set()
+        loss = model(x).sum()
+        assert session.stats(wait=False).moved == 0
+        reading = reader.submit(session.stats)
+        with pytest.raises(TimeoutError):
+            reading.result(timeout=0.2)
+        may_write.set()
+        moved = reading.result(timeout=60).moved
+        assert moved > 0
+        loss.backward()
+        assert session.stats().moved == moved

@@ -84,6 +84,8 @@ class Engine:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._released: SimpleQueue[tuple[Unit, Step, int]] = SimpleQueue()
+        self._writing: set[Future[int]] = set()
+        self._written = threading.Condition()  # taken alone or inside the engine's lock; re-entered by the collector
         self._ledger = Ledger()
         self._units: dict[StorageKey, Unit] = {}
         self._staying: OrderedDict[int, Unit] = OrderedDict()
@@ -205,15 +207,23 @@ class Engine:
                 unit.state = State.LEAVING
                 self._leaving_bytes += unit.nbytes
                 self._moved = True
+                self._writing.add(future)
             future.add_done_callback(functools.partial(self._left, unit))
             return
         self._tiers.warn_full(unit.nbytes)
 
     def _left(self, unit: Unit, future: Future[int]) -> None:
-        """A write ended, in a worker thread. Bytes that did not arrive take the next tier, or stay."""
-        if future.cancelled():
-            return
-        error = future.exception()
+        """A write ended, in a worker thread, or was called off."""
+        try:
+            if not future.cancelled():
+                self._arrived(unit, future.exception())
+        finally:
+            with self._written:
+                self._writing.discard(future)
+                self._written.notify_all()
+
+    def _arrived(self, unit: Unit, error: BaseException | None) -> None:
+        """Books what a tier has now. Bytes that did not arrive take the next tier, or stay."""
         mover = self._mover_for(unit.device)
         with self._locked():
             if error is None:
@@ -517,7 +527,11 @@ class Engine:
         else:
             _log.warning("nothing moved in the first step: no saved tensor is as large as min_bytes and free to move")
 
-    def stats(self) -> OffloadStats:
+    def stats(self, *, wait: bool) -> OffloadStats:
+        if wait:
+            with self._written:
+                begun = set(self._writing)
+                self._written.wait_for(lambda: begun.isdisjoint(self._writing))
         with self._locked():
             return self._ledger.freeze(self._tiers.modes())
 
@@ -539,6 +553,8 @@ class Engine:
         self.closed = True
         self._lock = threading.Lock()  # a thread of the parent may have held it
         self._changed = threading.Condition(self._lock)
+        self._written = threading.Condition()
+        self._writing = set()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

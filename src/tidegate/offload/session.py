@@ -110,9 +110,14 @@ class OffloadSession:
                     self._explicit -= 1
                 self._engine.left(self._step)
 
-    def stats(self) -> OffloadStats:
-        """What really moved since attach or the last reset."""
-        return self._engine.stats()
+    def stats(self, *, wait: bool = True) -> OffloadStats:
+        """What really moved since attach or the last reset.
+
+        Args:
+            wait: Wait until the writes that have begun are over, so that the books are complete. False reads them as
+                they stand, for a monitor that must not hold anything up.
+        """
+        return self._engine.stats(wait=wait)
 
     def reset_stats(self) -> None:
         """Starts counting anew."""

@@ -34,6 +34,7 @@ class HostLease:
     slab: _Room
     offset: int
     busy: int = 0
+    unwanted: bool = False
     freed: bool = False
 
 
@@ -233,10 +234,10 @@ class HostTier:
     def free(self, lease: HostLease) -> None:
         """Gives the span back, once no copy uses it. Idempotent."""
         with self._lock:
-            lease.freed, was_freed = True, lease.freed
-            ready = not was_freed and not lease.busy
+            lease.unwanted = True
+            ready = not lease.busy
         if ready:
-            self._release(lease)
+            self._pool.free(lease)
 
     def trim(self) -> int:
         """Gives slabs that hold nothing back to the system."""
@@ -263,10 +264,6 @@ class HostTier:
     def _done(self, lease: HostLease) -> None:
         with self._lock:
             lease.busy -= 1
-            ready = lease.freed and not lease.busy
+            ready = lease.unwanted and not lease.busy
         if ready:
-            self._release(lease)
-
-    def _release(self, lease: HostLease) -> None:
-        lease.freed = False
-        self._pool.free(lease)
+            self._pool.free(lease)
