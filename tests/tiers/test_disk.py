@@ -101,7 +101,7 @@ def waits(gate: threading.Event) -> None:
 # Round trips
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_bytes_come_back_whatever_their_size_and_alignment(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -529,13 +529,18 @@ class Engine:
 
     def stats(self, *, wait: bool) -> OffloadStats:
         if wait:
-            with self._written:
-                begun = set(self._writing)
-                self._written.wait_for(lambda: begun.isdisjoint(self._writing))
+            self._wait_for_writes()
         with self._locked():
             return self._ledger.freeze(self._tiers.modes())
 
+    def _wait_for_writes(self) -> None:
+        """Waits until the writes that have begun are in the books."""
+        with self._written:
+            begun = set(self._writing)
+            self._written.wait_for(lambda: begun.isdisjoint(self._writing))
+
     def reset_stats(self) -> None:
+        self._wait_for_writes()
         with self._locked():
             self._ledger.reset()
 

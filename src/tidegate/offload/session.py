@@ -120,7 +120,7 @@ class OffloadSession:
         return self._engine.stats(wait=wait)
 
     def reset_stats(self) -> None:
-        """Starts counting anew."""
+        """Starts counting anew, once the writes that have begun are over."""
         self._engine.reset_stats()
 
     def close(self) -> None:
