@@ -18,6 +18,7 @@ from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tidegate.errors import CorruptionError, SessionClosedError
+from tidegate.offload.compiled import RegionWatch
 from tidegate.offload.gate import Gate
 from tidegate.offload.ledger import Ledger
 from tidegate.offload.stats import OffloadStats
@@ -87,6 +88,7 @@ class Engine:
         self._writing: set[Future[int]] = set()
         self._written = threading.Condition()  # taken alone or inside the engine's lock; re-entered by the collector
         self._ledger = Ledger()
+        self._regions = RegionWatch()
         self._units: dict[StorageKey, Unit] = {}
         self._staying: OrderedDict[int, Unit] = OrderedDict()
         self._staying_bytes = 0
@@ -335,6 +337,7 @@ class Engine:
         """Notes how far backward has come; the step ends when the backward that reached it has ended."""
         step = handle.step
         with self._locked():
+            self._regions.unpacked(step)
             starts = step.reached(handle.index, torch._C._current_graph_task_id())
         if starts:
             Variable._execution_engine.queue_callback(lambda: self._backward_ended(step))

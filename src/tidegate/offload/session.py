@@ -19,6 +19,7 @@ from tidegate.config import OffloadConfig
 from tidegate.errors import ConfigError, SessionClosedError
 from tidegate.offload import functorch
 from tidegate.offload.build import Surroundings, build_engine
+from tidegate.offload.compiled import say_hooks_traced
 from tidegate.offload.engine import Engine
 from tidegate.offload.saved import Packer
 from tidegate.offload.stats import OffloadStats
@@ -73,6 +74,8 @@ class OffloadSession:
         self._lock = threading.Lock()
         self._step = Step()
         self._explicit = 0
+        if model._compiled_call_impl is not None:
+            say_hooks_traced()
         functorch.install()
         self._handles = (
             model.register_forward_pre_hook(_Enter(self), with_kwargs=True),
@@ -197,7 +200,12 @@ class _RootHook:
         self._session = None if session is None else weakref.ref(session)
 
     def session(self) -> OffloadSession | None:
-        return None if self._session is None or torch.compiler.is_compiling() else self._session()
+        if self._session is None:
+            return None
+        if torch.compiler.is_compiling():
+            say_hooks_traced()
+            return None
+        return self._session()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RootHook:
         return type(self)()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -12,7 +12,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
@@ -22,7 +22,7 @@ from tidegate.errors import ConfigError
 from tidegate.offload.session import OffloadSession, attach
 from tidegate.offload.stats import OffloadStats
 
-__all__ = ["OffloadMixin", "OffloadStrategy"]
+__all__ = ["OffloadDDPStrategy", "OffloadMixin", "OffloadStrategy"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,9 @@ class OffloadMixin(Strategy):
     """Adds activation offload to a Lightning strategy; put it first among the bases.
 
     The session lives from `setup` to `teardown` of a fit. Validation, testing and prediction open nothing.
+
+        class OffloadModelParallelStrategy(OffloadMixin, ModelParallelStrategy):
+            names = {"offload_model_parallel": {}}  # for Trainer(strategy=...), after register_strategies
 
     Args:
         *args: Passed on to the strategy beside it.
@@ -41,6 +44,10 @@ class OffloadMixin(Strategy):
     Raises:
         ConfigError: A field of `offload` cannot be meant.
     """
+
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Names in Lightning's registry, and the arguments that each passes to the strategy. Lightning looks names up in
+    lower case."""
 
     def __init__(self, *args: Any, offload: OffloadConfig | dict[str, Any] | None = None, **kwargs: Any) -> None:
         self._offload = _as_config(offload)
@@ -92,6 +99,14 @@ class OffloadMixin(Strategy):
         finally:
             super().teardown()
 
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers the strategy under its `names`; a second call changes nothing."""
+        for name, arguments in cls.names.items():
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description=cls.__doc__ or "", **arguments)
+
     def _close_session(self) -> None:
         if self._session is not None:
             self._session.close()
@@ -120,7 +135,7 @@ class OffloadStrategy(OffloadMixin, SingleDeviceStrategy):
         ConfigError: A field of `offload` cannot be meant, or the Trainer was given several devices or nodes.
     """
 
-    strategy_name = "tidegate"
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {"tidegate": {}}
 
     def __init__(
         self,
@@ -146,8 +161,7 @@ class OffloadStrategy(OffloadMixin, SingleDeviceStrategy):
             raise ConfigError(
                 f'strategy "tidegate" trains on one device, but the Trainer has {len(devices)}: '
                 f"{', '.join(map(str, devices))}. Pass devices=1, or devices=[1] to choose one "
-                '(devices="auto" takes every GPU of the machine); several devices are for strategy="tidegate_ddp", '
-                "where the installed version has it"
+                '(devices="auto" takes every GPU of the machine); several devices are for strategy="tidegate_ddp"'
             )
         device = devices[0]
         if not (isinstance(device, torch.device) and device.type in ("cpu", "cuda")):
@@ -165,7 +179,7 @@ class OffloadStrategy(OffloadMixin, SingleDeviceStrategy):
         if num_nodes != 1:
             raise ConfigError(
                 f'strategy "tidegate" trains on one device of one node, but the Trainer has num_nodes={num_nodes}; '
-                'pass num_nodes=1; several nodes are for strategy="tidegate_ddp", where the installed version has it'
+                'pass num_nodes=1; several nodes are for strategy="tidegate_ddp"'
             )
 
     @override
@@ -174,12 +188,25 @@ class OffloadStrategy(OffloadMixin, SingleDeviceStrategy):
         # A Trainer asks a strategy that has devices for nothing: the next one would not be heard.
         self._parallel_devices = []
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers "tidegate"; a second call changes nothing."""
-        if cls.strategy_name not in strategy_registry:
-            super().register_strategies(strategy_registry)
+
+class OffloadDDPStrategy(OffloadMixin, DDPStrategy):
+    """Data-parallel training with offloaded activations: `Trainer(strategy="tidegate_ddp", devices=4)`.
+
+    Every rank has a session and spill directories of its own; budgets and paths hold for each rank.
+
+    Args:
+        offload: What may move where: an OffloadConfig, a mapping of its fields, or None for TIDEGATE_* variables
+            and defaults.
+        **kwargs: Those of Lightning's DDPStrategy, such as find_unused_parameters, static_graph or bucket_cap_mb.
+
+    Raises:
+        ConfigError: A field of `offload` cannot be meant.
+    """
+
+    names: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "tidegate_ddp": {},
+        "tidegate_ddp_find_unused_parameters_true": {"find_unused_parameters": True},
+    }
 
 
 def _as_config(offload: OffloadConfig | dict[str, Any] | None) -> OffloadConfig:

@@ -32,9 +32,10 @@ def register_lightning() -> None:
 def _register() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
-    from tidegate.strategies.lightning import OffloadStrategy
+    from tidegate.strategies.lightning import OffloadDDPStrategy, OffloadStrategy
 
-    OffloadStrategy.register_strategies(StrategyRegistry)
+    for strategy in (OffloadStrategy, OffloadDDPStrategy):
+        strategy.register_strategies(StrategyRegistry)
 
 
 class _AfterLightning(MetaPathFinder):
