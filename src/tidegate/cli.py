@@ -12,11 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 import tidegate
+from tidegate.sizes import format_size
 
 __all__ = ["main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _version(wanted: bool) -> None:
@@ -83,16 +83,8 @@ def _text(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1024:
-        return _size(value)
+        return format_size(value)
     return str(value)
-
-
-def _size(nbytes: float) -> str:
-    for unit in _UNITS:
-        if nbytes < 1024 or unit == _UNITS[-1]:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return str(nbytes)
 
 
 def main() -> None:

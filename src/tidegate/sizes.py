@@ -11,7 +11,7 @@ from typing import SupportsIndex
 
 from tidegate.errors import ConfigError
 
-__all__ = ["Percent", "parse_size"]
+__all__ = ["Percent", "format_size", "parse_size"]
 
 _FACTORS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
@@ -21,6 +21,7 @@ _FACTORS = {"": 1, "b": 1} | {
 _SIZE = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _WANTED = 'give bytes, or a string such as "8GiB" (2**30), "8GB" (10**9) or "30%"'
 _MOST = 2**63 - 1
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -62,6 +63,15 @@ def parse_size(value: SupportsIndex | float | str | Percent) -> int | Percent:
     except TypeError:
         pass
     raise ConfigError(f"{value!r} is no size; {_WANTED}")
+
+
+def format_size(nbytes: float) -> str:
+    """Writes bytes with four digits and a binary unit: 1536 is "1.5 KiB"."""
+    for unit in _UNITS[:-1]:
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} {_UNITS[-1]}"
 
 
 def _parse_text(value: str) -> int | Percent:

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tidegate.sizes import format_size
+
 __all__ = ["Counters", "OffloadStats"]
 
 
@@ -53,6 +55,19 @@ class OffloadStats:
     def moved(self) -> int:
         """Bytes written over all tiers."""
         return sum(self.written.values())
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        tiers = [
+            f"{format_size(count)} to {tier} ({self.modes.get(tier, 'closed')}), "
+            f"{format_size(self.read.get(tier, 0))} read back"
+            for tier, count in self.written.items()
+            if count
+        ]
+        return (
+            f"{'; '.join(tiers) or 'nothing moved'}; {format_size(self.kept)} stayed; "
+            f"{self.steps} steps, {self.stall_seconds:.1f} s of waiting"
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Plain data, ready for JSON."""

@@ -12,21 +12,35 @@ from tidegate import _extras
 from tidegate.strategies import registration
 
 if TYPE_CHECKING:
-    from tidegate.strategies.lightning import OffloadMixin, OffloadStrategy
+    from tidegate.strategies.accelerate import OffloadPlugin
+    from tidegate.strategies.lightning import OffloadDDPStrategy, OffloadMixin, OffloadStrategy
+    from tidegate.strategies.transformers import OffloadTrainerCallback, OffloadTrainerMixin
 
-__all__ = ["OffloadMixin", "OffloadStrategy"]
+__all__ = [
+    "OffloadDDPStrategy",
+    "OffloadMixin",
+    "OffloadPlugin",
+    "OffloadStrategy",
+    "OffloadTrainerCallback",
+    "OffloadTrainerMixin",
+]
 
 _HOME_OF = {
-    "OffloadMixin": ("tidegate.strategies.lightning", "lightning"),
-    "OffloadStrategy": ("tidegate.strategies.lightning", "lightning"),
+    "OffloadDDPStrategy": "lightning",
+    "OffloadMixin": "lightning",
+    "OffloadPlugin": "accelerate",
+    "OffloadStrategy": "lightning",
+    "OffloadTrainerCallback": "transformers",
+    "OffloadTrainerMixin": "transformers",
 }
+"""Which adapter each name is from: the module below this package, and the extra."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home, extra = _HOME_OF[name]
-    value = getattr(_extras.load(home, extra, f"tidegate.strategies.{name}"), name)
+    home = _HOME_OF[name]
+    value = getattr(_extras.load(f"tidegate.strategies.{home}", home, f"tidegate.strategies.{name}"), name)
     globals()[name] = value
     return value
 
