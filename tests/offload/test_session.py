@@ -210,6 +210,30 @@ def test_an_exception_in_forward_leaves_nothing_hooked_and_training_goes_on(tmp_
         assert session.stats().resident == 0
 
 
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+def test_closing_in_a_hook_of_the_forward_leaves_nothing_hooked(tmp_path: Path, when: str) -> None:
+    model, plain = build(), gradients(build())
+    session = tidegate.attach(model, config(tmp_path))
+    if when == "before":
+        handle = model.register_forward_pre_hook(lambda *_: session.close(), prepend=True)
+    elif when == "inside":
+        handle = model[1].register_forward_hook(lambda *_: session.close())
+    else:
+        handle = model.register_forward_hook(lambda *_: session.close(), prepend=True)
+    if when == "before":
+        assert same(gradients(model), plain)
+    else:
+        with pytest.raises(SessionClosedError):
+            gradients(model)
+    handle.remove()
+    assert not hooks_installed()
+    assert same(gradients(model), plain)
+    with tidegate.attach(model, config(tmp_path)) as again:
+        assert same(gradients(model), plain)
+        assert again.stats().moved > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_exception_in_backward_leaves_nothing_and_training_goes_on(tmp_path: Path) -> None:
     model = build()
     with tidegate.attach(model, config(tmp_path)) as session:

@@ -160,9 +160,11 @@ class OffloadSession:
 
     def _forward_begins(self) -> None:
         """Opens an implicit step: the root module's forward with grad."""
+        if self.closed:  # by a hook before ours: ours are gone, and nothing will leave what is entered here
+            return
         model = self._surroundings.model
         self._threads.drop_interrupted(model, entering=True)
-        if self.closed or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             self._threads.enter(self._packer, explicit=False, hooked=False)
         else:
             self._enter(explicit=False)
@@ -214,15 +216,18 @@ class _RootHook:
         return type(self), ()
 
 
+# A hook that is removed while torch calls the hooks of a forward is still called, but without the keyword arguments.
+
+
 class _Enter(_RootHook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         session = self.session()
         if session is not None:
             session._forward_begins()
 
 
 class _Leave(_RootHook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         session = self.session()
         if session is not None:
             session._forward_ended()

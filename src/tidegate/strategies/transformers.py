@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -153,7 +154,7 @@ class _Watch:
         self._hook: RemovableHandle = model.register_forward_pre_hook(self._look, prepend=True)
 
     def _look(self, module: nn.Module, args: Any) -> None:
-        if self._training is None or self._thread != threading.get_ident():
+        if torch.compiler.is_compiling() or self._training is None or self._thread != threading.get_ident():
             return
         if not any(frame is self._training for frame in _callers()):
             self._end_session()
