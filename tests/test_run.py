@@ -1,0 +1,141 @@
+"""`python -m tidegate.run`: scripts that know nothing of tidegate, run by real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "tests" / "strategies" / "scripts"
+
+
+@pytest.fixture
+def spill(tmp_path: Path) -> Path:
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def settings(spill: Path) -> dict[str, str]:
+    return {
+        "TIDEGATE_TIERS": "disk",
+        "TIDEGATE_DEVICE_BUDGET": "0",
+        "TIDEGATE_MIN_BYTES": "0",
+        "TIDEGATE_DISK_PATHS": str(spill),
+    }
+
+
+def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def python(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, *words, **environment)
+
+
+def shown(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    result: dict[str, Any] = json.loads(line)
+    return result
+
+
+@pytest.mark.slow
+def test_an_unmodified_accelerate_script_under_accelerate_launch(settings: dict[str, str], spill: Path) -> None:
+    script = SCRIPTS / "accelerate_loop.py"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"]
+    plain = shown(python(script, "--lr", "3"))
+    done = run(*launcher, "-m", "tidegate.run", script, "--lr", "3", **settings)
+    assert shown(done) == plain
+    assert plain["arguments"] == ["--lr", "3"]
+    assert "to disk (posix-" in done.stderr
+    assert list(spill.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_plain_ddp_gives(settings: dict[str, str], spill: Path) -> None:
+    script = SCRIPTS / "accelerate_loop.py"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    plain = shown(python(*launcher, script))
+    assert (plain["ranks"], plain["kind"]) == (2, "DistributedDataParallel")
+    done = python(*launcher, "-m", "tidegate.run", script, **settings)
+    assert shown(done) == plain
+    assert done.stderr.count("to disk (posix-") >= 2
+    assert list(spill.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_unmodified_trainer_script_is_offloaded_in_each_training(
+    settings: dict[str, str], spill: Path, tmp_path: Path
+) -> None:
+    script = SCRIPTS / "trainer_script.py"
+    config = tmp_path / "offload.json"
+    config.write_text(json.dumps({"tiers": ["disk"], "device_budget": 0, "min_bytes": 0, "disk_paths": [str(spill)]}))
+    plain = shown(python(script, tmp_path / "plain"))
+    done = python("-m", "tidegate.run", script, tmp_path / "ours", TIDEGATE_CONFIG=str(config))
+    assert shown(done) == plain
+    assert "8 steps" in done.stderr, "both trainings moved"
+    assert list(spill.iterdir()) == []
+
+
+def test_a_script_that_prepares_nothing_is_told_so(settings: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("import sys; print('ran', sys.argv, __name__); sys.exit(5)")
+    done = python("-m", "tidegate.run", script, "a", **settings)
+    assert done.returncode == 5
+    assert done.stdout == f"ran {[str(script), 'a']} __main__\n"
+    assert "nothing was offloaded" in done.stderr
+
+
+def test_an_error_of_the_script_arrives_and_the_disk_is_clean(
+    settings: dict[str, str], spill: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
+        "model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()))\n"
+        "accelerator.backward(model(torch.randn(64, 64)).sum())\nraise RuntimeError('of the script')\n"
+    )
+    done = python("-m", "tidegate.run", script, **settings)
+    assert done.returncode == 1
+    assert "RuntimeError: of the script" in done.stderr
+    assert "to disk (posix-" in done.stderr
+    assert list(spill.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        ([], {}, "usage: accelerate launch -m tidegate.run SCRIPT"),
+        (["missing.py"], {}, "no script missing.py"),
+        ([str(SCRIPTS / "accelerate_loop.py")], {"TIDEGATE_TIERS": "tape"}, 'TIDEGATE_TIERS: unknown tier "tape"'),
+        ([str(SCRIPTS / "accelerate_loop.py")], {"TIDEGATE_CONFIG": "/missing.toml"}, "/missing.toml"),
+    ],
+    ids=["nothing", "no such script", "wrong setting", "no such file"],
+)
+def test_wrong_use_ends_with_2_before_the_script_runs(
+    words: list[str], environment: dict[str, str], message: str
+) -> None:
+    done = python("-m", "tidegate.run", *words, **environment)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help() -> None:
+    done = python("-m", "tidegate.run", "--help")
+    assert done.returncode == 0
+    assert "TIDEGATE_CONFIG" in done.stdout
