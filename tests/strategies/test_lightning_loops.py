@@ -33,7 +33,7 @@ def batches(count: int) -> DataLoader[Tensor]:
 def fit_both(
     make_trainer: MakeTrainer, make_model: Callable[..., Any], everything: OffloadConfig, spill: Path
 ) -> Callable[..., tuple[L.Trainer, L.Trainer]]:
-    """Fits equal models without and with offload; asserts that the bits are equal, that bytes moved and none is left."""
+    """Fits equal models without and with offload; asserts equal bits, that bytes moved and that none is left."""
 
     def fit_one(how: Strategy | str, kind: type[SmallModel], loader: DataLoader[Tensor], **options: Any) -> L.Trainer:
         model = make_model(kind)
