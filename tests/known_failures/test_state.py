@@ -47,6 +47,7 @@ def test_s2_what_is_never_unpacked_is_freed_with_its_graph(tmp_path: Path) -> No
             gradients(model)
         del model.unused
         gc.collect()
+        assert session.stats().resident == 0
         assert session._engine._units == {}
         assert [tier.used for tier in session._tiers.open()] == [0]
 

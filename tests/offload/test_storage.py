@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.offload.compare import same_bits
 from torch import Tensor, nn
 
-from tidegate.offload.storage import ByteRange, ViewSpec, owned_storages, storage_of
+from tidegate.offload.storage import ByteRange, ViewSpec, owned_storages
 
 
 def span(view: Tensor, *, alone: bool = False) -> ByteRange:
@@ -96,7 +96,7 @@ def test_parameters_and_buffers_are_owned_by_storage() -> None:
     owned = {storage._cdata for storage in owned_storages(model)}
     assert model.running_mean is not None
     for tensor in (model.weight, model.bias[1:], model.running_mean, model.weight.detach()):
-        assert storage_of(tensor)[0]._cdata in owned
+        assert tensor.untyped_storage()._cdata in owned
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import stat
@@ -102,6 +103,35 @@ def test_a_run_killed_before_its_lock_is_removed(tmp_path: Path) -> None:
     name = f"tidegate-{os.getuid()}-0123abcd-r0"
     (tmp_path / name).mkdir()
     assert reap(tmp_path) == [name]
+
+
+def test_a_starting_run_is_left_alone_and_goes_when_it_never_started(tmp_path: Path) -> None:
+    new = tmp_path / f"tidegate-{os.getuid()}-0123abcd-r0.new"
+    new.mkdir()
+    assert reap(tmp_path) == []
+    os.utime(new, (0, 0))
+    assert reap(tmp_path) == [new.name]
+
+
+def test_a_lock_that_somebody_else_holds_on_the_parent_stops_nobody(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    run = RunDir(tmp_path)
+    run.close()
+    assert reap(tmp_path) == []
+    os.close(fd)
+
+
+def test_what_an_interrupted_end_left_goes_when_the_process_does(tmp_path: Path) -> None:
+    program = (
+        "import shutil, sys; from tidegate.tiers import run_dir; run = run_dir.RunDir(sys.argv[1])\n"
+        "def interrupt(*_, **__): shutil.rmtree = real; raise KeyboardInterrupt\n"
+        "real, shutil.rmtree = shutil.rmtree, interrupt\n"
+        "try: run.close()\nexcept KeyboardInterrupt: print('interrupted')"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "interrupted\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["tidegate", "tidegate-notes", "tidegate-0-0123abcd-r0.bak", "other"])

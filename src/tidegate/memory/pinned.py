@@ -7,8 +7,10 @@ registered with CUDA does neither.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
+import os
 import threading
 import weakref
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PinnedRegistry", "Slab", "copy_bytes", "registry"]
+__all__ = ["PinnedRegistry", "Slab", "copy_bytes", "read_bytes", "registry"]
 
 _log = logging.getLogger("tidegate")
 
@@ -145,6 +147,45 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
     _memmove(target, source, nbytes)
 
 
-_memmove = ctypes.CDLL(None).memmove
+def read_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copies from memory that may be unmapped meanwhile, as when a program empties a tensor's storage.
+
+    Raises:
+        OSError: It was (EFAULT); a plain copy would end the process.
+    """
+    done = 0
+    while done < nbytes and _readable_by_kernel:
+        length = min(nbytes - done, _MOST_AT_ONCE)
+        step = _process_vm_readv(os.getpid(), _Span(target + done, length), 1, _Span(source + done, length), 1, 0)
+        if step <= 0:
+            code = ctypes.get_errno()
+            if code in (errno.EPERM, errno.ENOSYS):  # some containers forbid it
+                _readable_by_kernel.clear()
+                break
+            raise OSError(errno.EFAULT, "the memory to be saved is gone: its storage was emptied")
+        done += step
+    if done < nbytes:
+        copy_bytes(target + done, source + done, nbytes - done)
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_MOST_AT_ONCE = 1 << 30
+_libc = ctypes.CDLL(None, use_errno=True)
+_memmove = _libc.memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
+_readable_by_kernel: list[bool] = [True] if hasattr(_libc, "process_vm_readv") else []
+if _readable_by_kernel:
+    _process_vm_readv = _libc.process_vm_readv
+    _process_vm_readv.argtypes = (
+        ctypes.c_int,
+        ctypes.POINTER(_Span),
+        ctypes.c_ulong,
+        ctypes.POINTER(_Span),
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
+    _process_vm_readv.restype = ctypes.c_ssize_t

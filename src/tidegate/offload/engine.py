@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import itertools
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
-from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tidegate.errors import CorruptionError, SessionClosedError
+from tidegate.errors import CorruptionError, SessionClosedError, TidegateError
 from tidegate.offload.compiled import RegionWatch
 from tidegate.offload.gate import Gate
 from tidegate.offload.ledger import Ledger
@@ -26,34 +27,70 @@ from tidegate.offload.step import Step
 from tidegate.offload.storage import StorageKey, ViewSpec
 from tidegate.offload.tierset import TierSet
 from tidegate.offload.transfer import Mover, checksum, rebuild
-from tidegate.offload.unit import Arrival, Outcome, State, Unit, VersionGuard
+from tidegate.offload.unit import Arrival, Body, Outcome, State, Unit, VersionGuard
 
 __all__ = ["Engine", "SavedHandle"]
 
 _log = logging.getLogger("tidegate")
 
 
+class _Grave(weakref.ref["SavedHandle"]):
+    """What is to be done when a handle dies.
+
+    The handle's death runs no Python code of ours: an exception that a signal handler raises there (Ctrl-C) would be
+    lost, and a lock taken there could be one that the same thread holds.
+    """
+
+    __slots__ = ("step", "turn", "unit")
+    unit: Unit
+    step: Step
+    turn: int
+
+
 class SavedHandle:
     """What autograd's graph holds instead of the tensor. When the graph lets go of it, the bytes are freed."""
 
-    __slots__ = ("_engine", "guard", "index", "step", "turn", "unit", "view")
+    __slots__ = ("__weakref__", "_engine", "body", "grave", "guard", "index", "step", "unit", "view")
 
-    def __init__(self, engine: Engine, unit: Unit, view: ViewSpec, guard: VersionGuard, step: Step, index: int) -> None:
+    def __init__(
+        self, engine: Engine, unit: Unit, body: Body, view: ViewSpec, guard: VersionGuard, step: Step, index: int
+    ) -> None:
         self._engine = engine
         self.unit = unit
+        self.body = body
         self.view = view
         self.guard = guard
         self.step = step
         self.index = index
-        self.turn = -1
+        self.grave = engine.bury_later(self)
 
     def unpack(self) -> Tensor:
         """Returns the saved view, its bytes, strides and alignment as they were; may be called again."""
         self.guard.check()
         return self._engine.fetch(self)
 
-    def __del__(self) -> None:
-        self._engine.release(self.unit, self.step, self.turn)
+
+class _Books:
+    """Stretches of work on the engine's books. One that an exception cuts short leaves them in doubt.
+
+    Args:
+        interrupted: That has happened: a signal handler raised (Ctrl-C does), or there is a fault.
+        expected: An exception that left the books in order, as our own do.
+    """
+
+    __slots__ = ("expected", "interrupted")
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self.expected: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and error is not self.expected and not isinstance(error, TidegateError):
+            self.interrupted = True
+        self.expected = None
 
 
 class Engine:
@@ -84,9 +121,16 @@ class Engine:
         self._verify = verify
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._released: SimpleQueue[tuple[Unit, Step, int]] = SimpleQueue()
+        self._books = _Books()
+        self._graves: set[_Grave] = set()
+        # The end of torch's weak references is Python code. Most end in a worker, where no signal handler runs.
+        self._spent: deque[StorageWeakRef] = deque(maxlen=4096)
+        self._open_graves: deque[weakref.ref[SavedHandle]] = deque()
+        self._scopes = itertools.count()
+        self._scope = next(self._scopes)
         self._writing: set[Future[int]] = set()
-        self._written = threading.Condition()  # taken alone or inside the engine's lock; re-entered by the collector
+        self._written_lock = threading.RLock()  # taken alone or inside the engine's lock
+        self._written = threading.Condition(self._written_lock)
         self._ledger = Ledger()
         self._regions = RegionWatch()
         self._units: dict[StorageKey, Unit] = {}
@@ -97,6 +141,11 @@ class Engine:
         self._moved = False
         self._said_idle = False
 
+    @property
+    def interrupted(self) -> bool:
+        """An exception cut work on the books short: they are in doubt, and nothing moves any more."""
+        return self._books.interrupted
+
     @functools.cached_property
     def window(self) -> int:
         """Bytes that may be in flight, each way."""
@@ -104,9 +153,7 @@ class Engine:
 
     # Saving
 
-    def save(
-        self, tensor: Tensor, guard: VersionGuard, view: ViewSpec, key: StorageKey, weak: StorageWeakRef, step: Step
-    ) -> SavedHandle:
+    def save(self, tensor: Tensor, guard: VersionGuard, view: ViewSpec, key: StorageKey, step: Step) -> SavedHandle:
         """Makes (or finds) the unit of a saved tensor and moves out what the gate asks for.
 
         Args:
@@ -114,28 +161,31 @@ class Engine:
             guard: Its version.
             view: Its view of the storage.
             key: Identity of the bytes that travel for it.
-            weak: Weak reference to its storage.
             step: The step that saves it.
         """
         leavers: list[Unit] = []
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             unit = self._units.get(key)
-            if unit is None or not unit.holds(guard):
-                unit = self._create(tensor, guard, key, weak)
+            body = None if unit is None or not unit.holds(guard, self._scope) else unit.body()
+            if unit is None or body is None:
+                unit, body = self._create(tensor, guard, key)
                 step.eligible += unit.nbytes
                 leavers = self._over_budget(unit.nbytes)
             elif unit.checksum is not None and not key.span.dense:
                 self._check(unit, tensor, 0)
             unit.handles += 1
-            handle = SavedHandle(self, unit, view, guard, step, step.add(unit))
-        for leaver in leavers:
-            self._depart(leaver)
+            handle = SavedHandle(self, unit, body, view, guard, step, step.add(unit))
+        with self._books:
+            for leaver in leavers:
+                self._depart(leaver)
         return handle
 
     def left(self, step: Step) -> None:
         """A thread left the step. One in which nothing was saved ends at once."""
         if not step.order:
-            with self._locked():
+            with self._lock, self._books:
+                self._bury()
                 self._end(step)
 
     def exclude(self, nbytes: int) -> None:
@@ -143,7 +193,7 @@ class Engine:
         with self._lock:
             self._ledger.counters.excluded += nbytes
 
-    def _create(self, tensor: Tensor, guard: VersionGuard, key: StorageKey, weak: StorageWeakRef) -> Unit:
+    def _create(self, tensor: Tensor, guard: VersionGuard, key: StorageKey) -> tuple[Unit, Body]:
         source = tensor.conj() if tensor.is_conj() else tensor
         source = torch._neg_view(source) if source.is_neg() else source
         shift, nbytes = 0, key.span.nbytes
@@ -151,23 +201,27 @@ class Engine:
         if key.span.dense:
             source = source.contiguous()
             shift, nbytes = -key.span.start, source.nbytes
+        body = Body(source)
+        storage = source.untyped_storage()
         unit = Unit(
             key=key,
             nbytes=nbytes,
             device=tensor.device,
             origin=origin,
-            address=source.untyped_storage().data_ptr() + key.span.start + shift,
+            address=storage.data_ptr() + key.span.start + shift,
             guard=guard,
-            storage=weak,
-            source=source,
+            storage=StorageWeakRef(tensor.untyped_storage()),
+            body=weakref.ref(body),
             source_shift=shift,
+            scope=self._scope,
+            memory=(storage.data_ptr(), storage.nbytes()),
             producer=self._mover_for(tensor.device).producer(),
         )
         self._units[key] = unit
         self._staying[id(unit)] = unit
         self._staying_bytes += nbytes
         self._ledger.occupy(nbytes)
-        return unit
+        return unit, body
 
     def _over_budget(self, arrived: int) -> list[Unit]:
         if self.closed:
@@ -187,6 +241,9 @@ class Engine:
         """Starts moving a unit to the first tier that has room; waits, without the lock, for the window."""
         mover = self._mover_for(unit.device)
         mover.make_room(self, unit.nbytes)
+        body = unit.body()
+        if body is None or not unit.intact():
+            return
         for tier in self._tiers.open():
             if tier.name in unit.refused:
                 continue
@@ -196,8 +253,9 @@ class Engine:
             if not mover.stage(unit, tier):
                 tier.free(lease)
                 continue
-            with self._locked():
-                if unit.state is State.DEAD or self.closed:
+            with self._lock, self._books:
+                self._bury()
+                if unit.state is State.DEAD or self.closed or not unit.intact():
                     mover.unstage(unit)
                     tier.free(lease)
                     return
@@ -216,18 +274,20 @@ class Engine:
 
     def _left(self, unit: Unit, future: Future[int]) -> None:
         """A write ended, in a worker thread, or was called off."""
+        self._spent.clear()
         try:
-            if not future.cancelled():
+            if not future.cancelled() and not self.interrupted:
                 self._arrived(unit, future.exception())
         finally:
-            with self._written:
+            with self._written_lock:
                 self._writing.discard(future)
                 self._written.notify_all()
 
     def _arrived(self, unit: Unit, error: BaseException | None) -> None:
         """Books what a tier has now. Bytes that did not arrive take the next tier, or stay."""
         mover = self._mover_for(unit.device)
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             if error is None:
                 self._ledger.wrote(unit)
                 mover.stored(unit)
@@ -240,7 +300,9 @@ class Engine:
 
     def _refuse(self, unit: Unit, mover: Mover, error: BaseException) -> None:
         assert unit.tier is not None
-        _log.warning(
+        emptied = getattr(error, "errno", None) == errno.EFAULT  # by the program, which will fill it again
+        _log.log(
+            logging.DEBUG if emptied else logging.WARNING,
             "%s tier: writing %d bytes failed (%s); they take the next tier, or stay where they are",
             unit.tier.name,
             unit.nbytes,
@@ -267,14 +329,17 @@ class Engine:
         if unit.state is not State.LEAVING:
             return
         self._stay(unit)
-        if not unit.retained:
+        if not unit.retained and unit.intact():
             unit.state = State.AWAY
-            unit.source = None
+            body = unit.body()
+            if body is not None:
+                body.source = None
             self._ledger.occupy(-unit.nbytes)
 
     def wait_for_room(self, nbytes: int) -> None:
         """Waits until `nbytes` more may be in flight; one unit always may."""
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             if not self._fits(nbytes):
                 started = time.perf_counter()
                 self._changed.wait_for(lambda: self._fits(nbytes))
@@ -285,7 +350,8 @@ class Engine:
 
     def vacate_while(self, nbytes: int, oldest: Callable[[], Unit | None]) -> None:
         """Vacates the units that `oldest` gives, until `nbytes` more may be in flight."""
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             while not self._fits(nbytes):
                 unit = oldest()
                 if unit is None:
@@ -306,9 +372,12 @@ class Engine:
         mover = self._mover_for(unit.device)
         arrival: Arrival | None = None
         source: Tensor | None = None
+        if self.interrupted:
+            return self._fetch_at_once(handle)
         self._watch(handle)
         while arrival is None and source is None:
-            with self._locked():
+            with self._lock, self._books:
+                self._bury()
                 source = unit.source
                 if source is not None:
                     self._forward(unit)
@@ -327,24 +396,42 @@ class Engine:
             if unit.checksum is not None:
                 self._check(unit, base, shift)
         tensor = rebuild(handle.view, base, shift, unit)
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             self._seen(handle)
         if arrival is not None:
             mover.settle(unit.nbytes)
         return tensor
 
+    def _fetch_at_once(self, handle: SavedHandle) -> Tensor:
+        """Returns the view without the books' help, if its bytes are on the device."""
+        source = handle.body.source
+        if source is None:
+            raise SessionClosedError("the step was interrupted, and its saved bytes are lost; run its forward again")
+        return rebuild(handle.view, source, handle.unit.source_shift, handle.unit)
+
+    def new_scope(self) -> None:
+        """A forward or a backward begins: bytes that autograd does not watch may have been edited since the last."""
+        self._scope = next(self._scopes)
+
     def _watch(self, handle: SavedHandle) -> None:
         """Notes how far backward has come; the step ends when the backward that reached it has ended."""
         step = handle.step
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             self._regions.unpacked(step)
             starts = step.reached(handle.index, torch._C._current_graph_task_id())
         if starts:
+            self.new_scope()
             Variable._execution_engine.queue_callback(lambda: self._backward_ended(step))
 
     def _backward_ended(self, step: Step) -> None:
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             self._end(step)
+            device = step.order[-1].device if step.order else None
+        if device is not None:
+            self._mover_for(device).settle(0)
 
     def _forward(self, unit: Unit) -> None:
         """Backward takes bytes that are still on the device; a write that has not begun is called off."""
@@ -376,7 +463,11 @@ class Engine:
                 "the offload session was closed while a graph still needed its bytes; "
                 "run backward before session.close()"
             )
-        unit.arrival = arrival = mover.bring(unit)
+        try:
+            unit.arrival = arrival = mover.bring(unit)
+        except (RuntimeError, OSError, MemoryError) as error:  # no memory
+            self._books.expected = error
+            raise
         if arrival is not None:
             self._ledger.used(unit, Outcome.READ)
             self._ledger.occupy(unit.nbytes)
@@ -422,12 +513,14 @@ class Engine:
         except CancelledError:
             raise SessionClosedError("the offload session was closed while backward read its bytes") from None
         except Exception:
-            with self._locked():
+            with self._lock, self._books:
+                self._bury()
                 if unit.arrival is arrival:
                     self._drop_arrival(unit, mover)
             raise
         waited = time.perf_counter() - started
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             self._ledger.counters.stall_seconds += waited
 
     def _check(self, unit: Unit, base: Tensor, shift: int) -> None:
@@ -441,8 +534,8 @@ class Engine:
         """One handle has its view. When all have, the copy that came back is no longer held here."""
         unit = handle.unit
         self._unclaim(unit)
-        if handle.turn != unit.turn:
-            handle.turn = unit.turn
+        if handle.grave.turn != unit.turn:
+            handle.grave.turn = unit.turn
             unit.seen += 1
         self._end_turn(unit)
 
@@ -461,21 +554,24 @@ class Engine:
 
     # The end of things
 
-    def release(self, unit: Unit, step: Step, turn: int) -> None:
-        """A handle died. Runs in any thread, also inside the garbage collector: it never waits for the lock."""
-        self._released.put((unit, step, turn))
-        self._settle()
+    def bury_later(self, handle: SavedHandle) -> _Grave:
+        """Notes what will have to be done when the handle has died. The lock is held."""
+        grave = _Grave(handle, self._open_graves.append)
+        grave.unit, grave.step, grave.turn = handle.unit, handle.step, -1
+        self._graves.add(grave)
+        return grave
 
-    def _settle(self) -> None:
-        while not self._released.empty():
-            if not self._lock.acquire(blocking=False):
-                return  # whoever holds it settles when letting go
-            try:
-                self._forget(*self._released.get_nowait())
-            except Empty:
-                pass
-            finally:
-                self._lock.release()
+    def settle(self) -> None:
+        """Frees what handles that died needed. Everything the engine is asked to do begins with it."""
+        with self._lock, self._books:
+            self._bury()
+
+    def _bury(self) -> None:
+        while self._open_graves:
+            grave = self._open_graves.popleft()
+            if isinstance(grave, _Grave) and not self.interrupted:
+                self._graves.discard(grave)
+                self._forget(grave.unit, grave.step, grave.turn)
 
     def _forget(self, unit: Unit, step: Step, turn: int) -> None:
         unit.handles -= 1
@@ -502,12 +598,13 @@ class Engine:
             self._leaving_bytes -= unit.nbytes
         self._drop_arrival(unit, mover)
         self._unclaim(unit)
-        if unit.source is not None:
+        if unit.state is not State.AWAY:
             self._ledger.occupy(-unit.nbytes)
         self._ledger.died(unit)
         unit.state = State.DEAD
         mover.drop(unit)
-        unit.source = unit.lease = None
+        unit.lease = None
+        self._spent.append(unit.storage)
         self._changed.notify_all()
 
     def _end(self, step: Step) -> None:
@@ -533,23 +630,26 @@ class Engine:
     def stats(self, *, wait: bool) -> OffloadStats:
         if wait:
             self._wait_for_writes()
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             return self._ledger.freeze(self._tiers.modes())
 
     def _wait_for_writes(self) -> None:
         """Waits until the writes that have begun are in the books."""
-        with self._written:
+        with self._written_lock:
             begun = set(self._writing)
             self._written.wait_for(lambda: begun.isdisjoint(self._writing))
 
     def reset_stats(self) -> None:
         self._wait_for_writes()
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             self._ledger.reset()
 
     def close(self) -> None:
         """Ends all I/O and gives everything back. Bytes that a live graph still needs are lost; it will raise."""
-        with self._locked():
+        with self._lock, self._books:
+            self._bury()
             if self.closed:
                 return
             self.closed = True
@@ -561,15 +661,6 @@ class Engine:
         self.closed = True
         self._lock = threading.Lock()  # a thread of the parent may have held it
         self._changed = threading.Condition(self._lock)
-        self._written = threading.Condition()
+        self._written_lock = threading.RLock()
+        self._written = threading.Condition(self._written_lock)
         self._writing = set()
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                while not self._released.empty():  # so that what is read now is not behind
-                    self._forget(*self._released.get_nowait())
-                yield
-        finally:
-            self._settle()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tidegate.offload.engine import Engine, SavedHandle
 from tidegate.offload.step import Step
-from tidegate.offload.storage import StorageKey, ViewSpec, storage_of
+from tidegate.offload.storage import StorageKey, ViewSpec
 from tidegate.offload.unit import VersionGuard
 
 __all__ = ["Distributed", "Kept", "Packer"]
@@ -94,12 +94,12 @@ class Packer:
         owner = tensor if alone else tensor._base
         # A saved result arrives with its own grad_fn: held by that node's handle, it would keep the graph alive.
         tensor = tensor.detach()
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 or self._engine.interrupted:
             return Kept(tensor)  # saved by backward itself: needed again at once
         if type(tensor) not in _PLAIN_TYPES or not _is_plain(tensor):
             return self._pack_special(tensor)
-        storage, weak = storage_of(tensor)
-        if self._surroundings.owns(storage):
+        storage = tensor.untyped_storage()
+        if isinstance(owner, nn.Parameter) or self._surroundings.owns(storage):
             return Kept(tensor)
         view = ViewSpec.of(tensor)
         span = view.range_in(storage.nbytes(), alone=alone and view.nbytes < storage.nbytes())
@@ -111,7 +111,7 @@ class Packer:
         guard = VersionGuard(tensor, owner)
         layout = (view.dtype, view.shape, view.stride) if span.dense else ()
         key = StorageKey(storage._cdata, storage.data_ptr(), storage.nbytes(), guard.version, span, layout)
-        return self._engine.save(tensor, guard, view, key, weak, self._current())
+        return self._engine.save(tensor, guard, view, key, self._current())
 
     pack.steps_aside = True  # type: ignore[attr-defined]  # see functorch.py
 

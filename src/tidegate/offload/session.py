@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -27,6 +28,7 @@ from tidegate.offload.step import Step, StepStack
 
 __all__ = ["OffloadSession", "attach"]
 
+_log = logging.getLogger("tidegate")
 _sessions: weakref.WeakKeyDictionary[nn.Module, OffloadSession] = weakref.WeakKeyDictionary()
 _attach_lock = threading.Lock()
 
@@ -67,12 +69,11 @@ class OffloadSession:
 
     def __init__(self, model: nn.Module, config: OffloadConfig, *, rank: int = 0) -> None:
         self.config = config
+        self._rank = rank
         self._surroundings = Surroundings(model)
-        self._engine, self._tiers = build_engine(self._surroundings, config, rank)
-        self._packer = Packer(self._engine, self._surroundings, self._current_step, config.min_bytes)
+        self._start_engine()
         self._threads = StepStack()
         self._lock = threading.Lock()
-        self._step = Step()
         self._explicit = 0
         if model._compiled_call_impl is not None:
             say_hooks_traced()
@@ -82,6 +83,11 @@ class OffloadSession:
             model.register_forward_hook(_Leave(self), with_kwargs=True, always_call=True),
         )
         self._finalizer = weakref.finalize(self, _shut, self._engine, self._handles)
+
+    def _start_engine(self) -> None:
+        self._engine, self._tiers = build_engine(self._surroundings, self.config, self._rank)
+        self._packer = Packer(self._engine, self._surroundings, self._current_step, self.config.min_bytes)
+        self._step = Step()
 
     @contextmanager
     def step(self) -> Iterator[OffloadSession]:
@@ -96,6 +102,7 @@ class OffloadSession:
         if self.closed:
             raise SessionClosedError("the offload session is closed; attach the model again")
         self._threads.drop_interrupted(self._surroundings.model, entering=False)
+        self._renew_if_interrupted()
         depth = self._threads.depth
         outermost = not self._threads.inside()
         if outermost:
@@ -156,7 +163,23 @@ class OffloadSession:
         outermost = not self._threads.inside()
         if outermost:
             self._surroundings.refresh()
+            self._engine.settle()  # may end the step before
         self._threads.enter(self._packer, explicit=explicit, hooked=outermost)
+
+    def _renew_if_interrupted(self) -> None:
+        """Goes on with a new engine after an exception has left the old one's books in doubt."""
+        with self._lock:
+            if not self._engine.interrupted or self.closed or self._explicit:
+                return
+            _log.warning(
+                "an exception from outside (Ctrl-C, a timeout) interrupted the session's bookkeeping: it starts anew, "
+                "and so do its figures"
+            )
+            old = self._engine
+            self._start_engine()
+            self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, _shut, self._engine, self._handles)
+        old.close()
 
     def _forward_begins(self) -> None:
         """Opens an implicit step: the root module's forward with grad."""
@@ -164,7 +187,10 @@ class OffloadSession:
             return
         model = self._surroundings.model
         self._threads.drop_interrupted(model, entering=True)
+        self._renew_if_interrupted()
+        self._engine.new_scope()
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            self._engine.settle()
             self._threads.enter(self._packer, explicit=False, hooked=False)
         else:
             self._enter(explicit=False)

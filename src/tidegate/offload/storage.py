@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "ByteRange",
@@ -19,7 +18,6 @@ __all__ = [
     "ViewSpec",
     "owned_storages",
     "sharded_params",
-    "storage_of",
     "unsharded_storages",
 ]
 
@@ -57,12 +55,6 @@ class StorageKey:
     version: int
     span: ByteRange
     layout: tuple[object, ...] = ()
-
-
-def storage_of(tensor: Tensor) -> tuple[torch.UntypedStorage, StorageWeakRef]:
-    """Returns the storage of a strided tensor and a weak reference that keeps its identity unique."""
-    storage = tensor.untyped_storage()
-    return storage, StorageWeakRef(storage)
 
 
 @dataclass(frozen=True, slots=True)

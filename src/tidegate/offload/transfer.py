@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import threading
 import weakref
+from collections import deque
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -165,12 +166,13 @@ class CpuMover:
 
     def leave(self, unit: Unit) -> Future[int]:
         assert unit.tier is not None
-        return unit.tier.write(unit.lease, Buffer(self._address(unit), unit.nbytes, unit.source))
+        return unit.tier.write(unit.lease, Buffer(self._address(unit), unit.nbytes, unit.source, unit.intact))
 
     def stored(self, unit: Unit) -> None:
         pass
 
     def settle(self, nbytes: int) -> None:
+        _recycled.tidy()
         self._freed += nbytes
         if self._freed >= _TRIM_BYTES:
             self._freed = 0
@@ -203,6 +205,13 @@ class CpuMover:
         return unit.source.untyped_storage().data_ptr() + unit.key.span.start + unit.source_shift
 
 
+class _Returned(weakref.ref["ctypes.Array[ctypes.c_char]"]):
+    """A mapping that nothing views any more. Like a saved handle's, its end runs no Python code of ours."""
+
+    __slots__ = ("mapping",)
+    mapping: mmap.mmap
+
+
 class _Recycler:
     """Mappings for restored bytes on the CPU, used again while they fit.
 
@@ -213,11 +222,14 @@ class _Recycler:
         self._capacity = capacity
         self._free: dict[int, list[mmap.mmap]] = {}
         self._bytes = 0
+        self._lent: dict[int, _Returned] = {}  # keeps them until they have come back
+        self._returned: deque[weakref.ref[Any]] = deque()
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
         """Returns a uint8 tensor of `nbytes`; its memory comes back here when the last view of it dies."""
         with self._lock:
+            self._tidy()
             waiting = self._free.get(nbytes)
             mapping = waiting.pop() if waiting else None
             if mapping is not None:
@@ -228,22 +240,30 @@ class _Recycler:
                 with contextlib.suppress(OSError):
                     mapping.madvise(mmap.MADV_HUGEPAGE)
         memory = (ctypes.c_char * nbytes).from_buffer(mapping)
-        weakref.finalize(memory, self._give, mapping).atexit = False
+        returned = _Returned(memory, self._returned.append)
+        returned.mapping = mapping
+        self._lent[id(returned)] = returned
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def _give(self, mapping: mmap.mmap) -> None:
-        nbytes = len(mapping)
-        if self._lock.acquire(blocking=False):  # may run inside the garbage collector
-            try:
-                if self._bytes + nbytes <= self._capacity:
-                    self._bytes += nbytes
-                    self._free.setdefault(nbytes, []).append(mapping)
-            finally:
-                self._lock.release()
+    def tidy(self) -> None:
+        """Takes back what has come back; what does not fit goes to the system."""
+        with self._lock:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        while self._returned:
+            returned = self._returned.popleft()
+            assert isinstance(returned, _Returned)
+            del self._lent[id(returned)]
+            nbytes = len(returned.mapping)
+            if self._bytes + nbytes <= self._capacity:
+                self._bytes += nbytes
+                self._free.setdefault(nbytes, []).append(returned.mapping)
 
     def clear(self) -> None:
         """Gives everything that waits back to the system."""
         with self._lock:
+            self._tidy()
             self._free.clear()
             self._bytes = 0
 

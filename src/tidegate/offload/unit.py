@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from tidegate.errors import InPlaceError
 from tidegate.offload.storage import StorageKey
 from tidegate.tiers.tier import Tier
 
-__all__ = ["Arrival", "Outcome", "State", "Unit", "VersionGuard"]
+__all__ = ["Arrival", "Body", "Outcome", "State", "Unit", "VersionGuard"]
 
 
 class State(enum.Enum):
@@ -128,6 +129,19 @@ class Arrival:
         return self.base._version == self.version
 
 
+class Body:
+    """The bytes of a unit on the device. Only handles hold it, so that the memory goes with the graph, at once.
+
+    Args:
+        source: The saved tensor (or its dense copy); None when the bytes are away.
+    """
+
+    __slots__ = ("__weakref__", "source")
+
+    def __init__(self, source: Tensor) -> None:
+        self.source: Tensor | None = source
+
+
 @dataclass(slots=True, eq=False)
 class Unit:
     """Record of a unit; the engine's lock guards it.
@@ -140,8 +154,10 @@ class Unit:
         address: Address of the bytes that travel, in the storage or in a dense copy.
         guard: Version of the storage when saved; a later save of an edited storage is another unit.
         storage: Weak reference that keeps the identity unique.
-        source: The saved tensor (or its dense copy) while the bytes are on the device.
+        body: The bytes on the device, while a handle is left.
+        scope: The forward that saved it.
         source_shift: Byte b of the original storage is byte b + shift of the source's storage.
+        memory: Address and bytes of the source's storage.
         producer: What the mover must wait for before it copies, if not the compute stream.
         state: Where the bytes are.
         tier, lease, future: Where they go or are, and the write.
@@ -164,8 +180,10 @@ class Unit:
     address: int
     guard: VersionGuard
     storage: StorageWeakRef
-    source: Tensor | None
+    body: weakref.ref[Body]
     source_shift: int
+    scope: int
+    memory: tuple[int, int]
     producer: Any = None
     state: State = State.RESIDENT
     tier: Tier | None = None
@@ -183,6 +201,29 @@ class Unit:
     written_epoch: int | None = None
     checksum: Any = None
 
-    def holds(self, guard: VersionGuard) -> bool:
-        """Whether the unit's bytes are those of a tensor with an equal key: same storage, same edits."""
-        return not self.storage.expired() and self.guard.unchanged() and self.guard.same_counter(guard)
+    @property
+    def source(self) -> Tensor | None:
+        """The saved tensor, or its dense copy, while the bytes are on the device and a handle is left."""
+        body = self.body()
+        return None if body is None else body.source
+
+    def holds(self, guard: VersionGuard, scope: int) -> bool:
+        """Whether the unit's bytes are those of a tensor with an equal key that is saved now.
+
+        It has the same storage and the same edits that autograd counts. There are others (`tensor.data`, NumPy):
+        across forwards only a unit that still is the storage itself is taken to hold what is there now.
+        """
+        return (
+            (self.scope == scope or (self.state is State.RESIDENT and not self.key.span.dense))
+            and not self.storage.expired()
+            and self.guard.unchanged()
+            and self.guard.same_counter(guard)
+        )
+
+    def intact(self) -> bool:
+        """Whether the source's storage still has the memory it had when it was saved: some programs empty storages."""
+        source = self.source
+        if source is None:
+            return True
+        storage = source.untyped_storage()
+        return (storage.data_ptr(), storage.nbytes()) == self.memory

@@ -377,9 +377,11 @@ class DiskTier:
                     job.before()
                 address = job.buffer.address + piece.start
                 self._piece_io.write(piece.file.fd, piece.offset, address, piece.nbytes, piece.phase, piece.serial)
+                job.buffer.check()
                 piece.file.failures = 0
         except OSError as failure:
-            piece.file.failed(failure)
+            if failure.errno != errno.EFAULT:  # the memory was at fault, not the file
+                piece.file.failed(failure)
             error = failure
         except BaseException as failure:
             error = failure

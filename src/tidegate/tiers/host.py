@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tidegate.errors import SessionClosedError
-from tidegate.memory.pinned import Slab, copy_bytes
+from tidegate.memory.pinned import Slab, copy_bytes, read_bytes
 from tidegate.tiers.extents import ExtentAllocator
 from tidegate.tiers.tier import ALIGNMENT, Buffer, align_up
 
@@ -215,7 +215,8 @@ class HostTier:
         def work() -> int:
             if after is not None:
                 after()
-            copy_bytes(lease.address, source.address, source.nbytes)
+            read_bytes(lease.address, source.address, source.nbytes)
+            source.check()
             return source.nbytes
 
         return self._submit(lease, work)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tidegate.errors import CorruptionError, TierIOError
-from tidegate.memory.pinned import copy_bytes
+from tidegate.memory.pinned import copy_bytes, read_bytes
 from tidegate.tiers.tier import ALIGNMENT, align_up
 
 __all__ = ["STAMP_BYTES", "PieceIo", "PosixIo", "extent_bytes"]
@@ -70,16 +70,16 @@ class PieceIo:
         """Writes `nbytes` at `address` and a stamp as the piece at `offset`.
 
         Raises:
-            OSError: The system refused, or wrote nothing.
+            OSError: The system refused, or wrote nothing; EFAULT if the memory is gone.
         """
         if address % ALIGNMENT != phase:
             with _Bounce(extent_bytes(nbytes, phase)) as bounce:
-                copy_bytes(bounce.address + phase, address, nbytes)
+                read_bytes(bounce.address + phase, address, nbytes)
                 self.write(fd, offset, bounce.address + phase, nbytes, phase, serial)
             return
         layout, bounce = _Layout(nbytes, phase), self._bounce()
         for inside, within, length in layout.bounced:
-            copy_bytes(bounce.address + inside, address + within, length)
+            read_bytes(bounce.address + inside, address + within, length)
         bounce.map[layout.stamp : layout.stamp + STAMP_BYTES] = _STAMP.pack(_MAGIC, serial, nbytes, offset)
         self._transfer(self.io.pwritev, fd, layout.buffers(bounce.address, address), offset, "wrote")
 

@@ -1,12 +1,13 @@
 """Run directories: unique per run, host and rank; what dead runs left is removed, live runs are not touched.
 
-Creation and removal happen under a lock on the directory that the user named, so that a starting run is never
-mistaken for a dead one. The lock file inside a run directory is held locked for the run's life; the kernel lets
-go of it when the process dies, however it dies.
+The lock file inside a run directory is held locked for the run's life; the kernel lets go of it when the process dies,
+however it dies. A directory gets its name when its lock is held, so that a starting run is never mistaken for a dead
+one, and nobody waits for anybody.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import json
@@ -18,18 +19,20 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["RunDir", "reap"]
 
 _log = logging.getLogger("tidegate")
 _LOCK = "lock"
+_NEW = ".new"
+_NEW_SECONDS = 60.0
+_open: set[RunDir] = set()
 _MODE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def _pattern(uid: int) -> re.Pattern[str]:
-    return re.compile(rf"tidegate-{uid}-[0-9a-f]{{8}}-r\d+")
+    return re.compile(rf"tidegate-{uid}-[0-9a-f]{{8}}-r\d+({re.escape(_NEW)})?")
 
 
 class RunDir:
@@ -48,22 +51,24 @@ class RunDir:
         self._parent = self._lock = self.fd = -1
         self.name = f"tidegate-{os.getuid()}-{secrets.token_hex(4)}-r{rank}"
         self.path = Path(parent) / self.name
+        _open.add(self)
         try:
             self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with _locked(self._parent):
-                _reap(self._parent, Path(parent))
-                self._make()
+            _reap(self._parent, Path(parent))
+            self._make()
         except BaseException:
             self.close()
             raise
 
     def _make(self) -> None:
-        os.mkdir(self.name, 0o700, dir_fd=self._parent)
-        self.fd = os.open(self.name, _MODE, dir_fd=self._parent)
+        new = self.name + _NEW
+        os.mkdir(new, 0o700, dir_fd=self._parent)
+        self.fd = os.open(new, _MODE, dir_fd=self._parent)
         os.fchmod(self.fd, 0o700)
         self._lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(self._lock, json.dumps({"pid": os.getpid(), "host": _host(), "started": time.time()}).encode())
+        os.rename(new, self.name, src_dir_fd=self._parent, dst_dir_fd=self._parent)
 
     def open_unnamed(self, *, direct: bool) -> int:
         """Creates a private file, removes its name and returns the descriptor.
@@ -79,23 +84,22 @@ class RunDir:
 
     def close(self) -> None:
         """Removes the directory. Idempotent; a forked child leaves its parent's directory alone."""
-        if self._parent < 0:
-            return
-        if os.getpid() == self._owner:
-            with contextlib.suppress(FileNotFoundError), _locked(self._parent):
-                _remove(self._parent, self.name)
-        for fd in (self._lock, self.fd, self._parent):
+        if self._parent >= 0 and os.getpid() == self._owner:
+            for name in (self.name, self.name + _NEW):
+                _remove(self._parent, name)
+        fds = (self._lock, self.fd, self._parent)
+        self._parent = self._lock = self.fd = -1  # before they are closed: their numbers will be others' then
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        self._parent = self._lock = self.fd = -1
+        _open.discard(self)
 
 
 def reap(parent: str | os.PathLike[str]) -> list[str]:
     """Removes what dead runs of this user left below `parent`; returns the names."""
     fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with _locked(fd):
-            return _reap(fd, Path(parent))
+        return _reap(fd, Path(parent))
     finally:
         os.close(fd)
 
@@ -125,10 +129,12 @@ def _is_dead(parent: int, name: str) -> bool:
     except OSError:
         return False
     try:
+        if name.endswith(_NEW) and time.time() - status.st_mtime < _NEW_SECONDS:
+            return False  # may be starting
         try:
             lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         except FileNotFoundError:
-            return True  # killed before it made its lock: runs start under the parent's lock, which we hold
+            return True  # killed before it made its lock, or while it was removed
         except OSError:
             return False
         try:
@@ -144,17 +150,17 @@ def _is_dead(parent: int, name: str) -> bool:
 
 
 def _remove(parent: int, name: str) -> None:
-    shutil.rmtree(name, dir_fd=parent)
+    with contextlib.suppress(FileNotFoundError):  # somebody else may be removing it too
+        shutil.rmtree(name, dir_fd=parent)
 
 
 def _host() -> str:
     return socket.gethostname()
 
 
-@contextlib.contextmanager
-def _locked(directory: int) -> Iterator[None]:
-    fcntl.flock(directory, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.flock(directory, fcntl.LOCK_UN)
+@atexit.register
+def _close_all() -> None:
+    """Removes what an interrupted start or end of a session has left."""
+    for run in list(_open):
+        with contextlib.suppress(OSError):
+            run.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,11 +27,18 @@ class Buffer:
         address: First byte.
         nbytes: Length in bytes.
         owner: Any object whose life guarantees that the span stays mapped.
+        valid: Whether the span still is that memory; None when nobody can take it away.
     """
 
     address: int
     nbytes: int
     owner: object
+    valid: Callable[[], bool] | None = None
+
+    def check(self) -> None:
+        """Raises OSError (EFAULT) if the memory was taken away: what was read from it may be anything."""
+        if self.valid is not None and not self.valid():
+            raise OSError(errno.EFAULT, "the memory to be saved is gone: its storage was emptied")
 
     @property
     def phase(self) -> int:
