@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric import Fabric
 from tests.strategies.scripts.fabric_loop import CASES, STEPS, train
 from tests.strategies.scripts.ranks import RANKS, Ranks, run_ranks
@@ -14,6 +15,12 @@ from tidegate import OffloadConfig
 from tidegate.strategies import OffloadDDPStrategy, OffloadStrategy
 
 cases = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """These models are too small for two: on a busy machine threads would wait for each other."""
+    torch.set_num_threads(1)
 
 
 def assert_same_run(plain: dict[str, Any], offloaded: dict[str, Any]) -> None:

@@ -24,6 +24,12 @@ MakeTrainer = Callable[..., L.Trainer]
 STEPS = 20
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """These models are too small for two: on a busy machine threads would wait for each other."""
+    torch.set_num_threads(1)
+
+
 def batches(count: int) -> DataLoader[Tensor]:
     data = torch.randn(count * 2, 5, FEATURES, generator=torch.Generator().manual_seed(1))
     return DataLoader(data, batch_size=2)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.strategies.scripts.peer_models import PEERS, build
 from tests.strategies.scripts.ranks import RANKS, Ranks, moves_everything, run_ranks
 from tests.strategies.scripts.recording import through_all_loops
@@ -13,6 +14,12 @@ from tests.strategies.scripts.recording import through_all_loops
 OUTCOMES = ("losses", "gradients", "weights", "validated", "tested", "predicted")
 
 peers = pytest.mark.parametrize("name", PEERS)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """These models are too small for two: on a busy machine threads would wait for each other."""
+    torch.set_num_threads(1)
 
 
 def assert_same_outcomes(plain: dict[str, Any], offloaded: dict[str, Any]) -> None:
@@ -42,7 +49,12 @@ def test_fit_validate_test_and_predict_give_what_auto_gives(
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     spill = tmp_path_factory.mktemp("spill")
-    return run_ranks("peers_in_two_processes.py", folder=tmp_path_factory.mktemp("ranks"), spill=spill)
+    return run_ranks(
+        "peers_in_two_processes.py",
+        folder=tmp_path_factory.mktemp("ranks"),
+        spill=spill,
+        launched_by_lightning=True,
+    )
 
 
 @peers

@@ -16,7 +16,7 @@ import tidegate.strategies  # noqa: F401
 
 
 def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ.get("LOCAL_RANK", 0))
     folder = folder_of_rank(Path(sys.argv[1]), rank)
     result = {}
     for name in PEERS:
@@ -28,6 +28,7 @@ def main() -> None:
             torch.distributed.barrier()
             result[f"{name}-{strategy}"] = run
     (folder / "result.json").write_text(json.dumps(result))
+    torch.distributed.barrier()  # the first rank does not wait for those that it started
 
 
 if __name__ == "__main__":
