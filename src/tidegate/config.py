@@ -120,6 +120,8 @@ class OffloadConfig:
         Raises:
             ConfigError: An unknown key, or a value that cannot be meant.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{values!r} is no mapping of OffloadConfig's fields")
         fields = dict(values)
         given = fields.pop("given", None)
         config = cls(**_known(fields, "OffloadConfig"))
@@ -132,7 +134,24 @@ class OffloadConfig:
         Raises:
             ConfigError: The file cannot be read, or says something that cannot be meant.
         """
-        return cls(**_read_file(Path(path)))
+        values = _read_file(Path(path))
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"config file {path}: {error}") from None
+
+    @classmethod
+    def of(cls, value: "OffloadConfig | Mapping[str, Any] | _Path | None") -> "OffloadConfig":
+        """Builds a config from whatever stands for one: itself, a mapping, the path of a file, or None for the default.
+
+        Raises:
+            ConfigError: It stands for none.
+        """
+        if isinstance(value, OffloadConfig):
+            return value
+        if isinstance(value, str | os.PathLike):
+            return cls.from_file(value)
+        return cls.from_dict({} if value is None else value)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads back to an equal config, whatever the environment says there."""
@@ -317,7 +336,7 @@ def _from_environment() -> dict[str, Any]:
             raise ConfigError(f"environment: unknown variable {variable}{_nearest(variable, {*names, *_RESERVED})}")
         name = names[variable]
         if text.strip():
-            values[name] = [part for part in re.split("[:,]", text) if part] if name == "disk_paths" else text
+            values[name] = [part for part in re.split("[:,]", text) if part] or [""] if name == "disk_paths" else text
     return values
 
 

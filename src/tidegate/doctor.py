@@ -17,7 +17,7 @@ from tidegate.config import OffloadConfig
 from tidegate.errors import TidegateError
 from tidegate.memory import headroom
 from tidegate.memory.probe import disk_rate, host_copy_rate, kvikio_status, link_rate
-from tidegate.tiers.paths import usable_disk_paths
+from tidegate.tiers.paths import disk_room, usable_disk_paths
 
 __all__ = ["Finding", "Report", "examine"]
 
@@ -202,7 +202,7 @@ def _disk(report: Report, path: str, quick: bool) -> dict[str, Any]:
         "free": free,
         "reserved": (status.f_bfree - status.f_bavail) * status.f_frsize,
         "quota left": headroom.quota_headroom(path),
-        "disk_budget auto": headroom.auto_disk_budget(free),
+        "disk_budget auto": headroom.auto_disk_budget(disk_room((path,))),
     }
     if system.is_ram:
         report.problem(f"{path} is {system.kind}, which is RAM", "name a directory on a disk")
@@ -218,7 +218,7 @@ def _disk(report: Report, path: str, quick: bool) -> dict[str, Any]:
                 f"{path}: writing and reading failed: {error}", "check the disk, its quota and its free space"
             )
         else:
-            row |= {"mode": rates.mode, "write": round(rates.write, 3), "read": round(rates.read, 3)}
+            row |= {"mode": rates.mode, "write GB/s": round(rates.write, 3), "read GB/s": round(rates.read, 3)}
             if rates.write < _SLOW_DISK or rates.read < _SLOW_DISK:
                 report.problem(
                     f"{path} writes {rates.write:.2f} and reads {rates.read:.2f} GB/s",

@@ -256,3 +256,39 @@ def test_data_loader_workers_leave_the_spill_directory_alone(tmp_path: Path) -> 
             model(batch).sum().backward()
         assert all(path.is_dir() for path in session.spill_dirs)
         assert_same_as_plain(model)
+
+
+@pytest.mark.parametrize("rest", ["another path", "the host tier", "nothing"])
+def test_a_path_that_is_full_at_the_start_is_left_out(
+    rest: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, healthy = build(), tmp_path / "healthy"
+    healthy.mkdir()
+    with mounted("tmpfs", tmp_path / "small", 4 * MiB) as path:
+        fill(path / "filler")
+        paths = [str(path)] + [str(healthy)] * (rest == "another path")
+        tiers = "disk,host" if rest == "the host tier" else "disk"
+        settings = {"tiers": tiers, "disk_budget": "1GiB", "disk_paths": paths, "device_budget": 0, "min_bytes": 1}
+        with tidegate.attach(model, OffloadConfig(**settings)) as session:
+            assert_same_as_plain(model)
+            written = session.stats().written
+        assert set(written) == {"another path": {"disk"}, "the host tier": {"host"}, "nothing": set()}[rest]
+    messages = [record.message for record in caplog.records]
+    assert sum(str(path) in message and "No space left" in message for message in messages) == 1
+    assert not any("fit on the device" in message for message in messages)
+    assert any("no tier took" in message for message in messages) == (rest == "nothing")
+
+
+def test_a_path_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.mkdir()
+    bad.mkdir()
+    model = build()
+    session = tidegate.attach(
+        model, OffloadConfig(tiers="disk", device_budget=0, min_bytes=1, disk_paths=[str(good), str(bad)])
+    )
+    bad.rmdir()  # after it was checked
+    with pytest.raises(tidegate.ConfigError, match=f"No such file or directory: '{bad}'"):
+        gradients(model)
+    session.close()
+    assert list(good.iterdir()) == []

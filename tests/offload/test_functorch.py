@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.offload.compare import same_bits
-from tests.offload.toys import everything
+from tests.offload.toys import blocks, everything, gradients
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tidegate
 
@@ -86,3 +89,38 @@ def test_forward_over_reverse_keeps_its_tangents(tmp_path: Path, min_bytes: int)
     model = Cubes()
     with tidegate.attach(model, everything(tmp_path, min_bytes=min_bytes)):
         assert same_bits(plain, hessian_times_vector(model))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch's own, of linearize
+@pytest.mark.parametrize("verify", [False, True])
+def test_tracing_inside_a_step(tmp_path: Path, verify: bool) -> None:
+    model = blocks()
+    with tidegate.attach(model, everything(tmp_path, verify=verify)) as session, session.step():
+        y = model(torch.randn(64, 32))
+        _, tangent = torch.func.linearize(torch.sin, y)
+        assert same_bits(tangent(y), y.cos() * y)
+        graph = make_fx(model)(torch.randn(64, 32))
+        assert {"addmm", "tanh"} <= {node.name for node in graph.graph.nodes}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_modes_see_what_the_plain_run_computes(tmp_path: Path, verify: bool) -> None:
+    class Log(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not torch.ops.aten.detach.default:  # the one operation that a pack hook cannot hide
+                self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def logged(model: nn.Module) -> list[str]:
+        with Log() as log:
+            gradients(model)
+        return log.seen
+
+    plain, model = logged(blocks()), blocks()
+    with tidegate.attach(model, everything(tmp_path, verify=verify)) as session:
+        assert logged(model) == plain
+        assert session.stats().moved > 0

@@ -475,3 +475,27 @@ def test_stats_wait_for_writes_that_have_begun_unless_told_not_to(
         assert moved > 0
         loss.backward()
         assert session.stats().moved == moved
+
+
+@pytest.mark.parametrize("what", [None, 3, "model", torch.nn.functional.relu, torch.jit.ScriptModule()], ids=repr)
+def test_only_modules_can_be_attached(what: Any) -> None:
+    with pytest.raises(ConfigError, match="attach needs"):
+        tidegate.attach(what)
+
+
+def test_a_config_may_be_a_mapping(tmp_path: Path) -> None:
+    with tidegate.attach(build(), {"tiers": ["disk"], "disk_paths": [str(tmp_path)]}) as session:
+        assert session.config == OffloadConfig(tiers="disk", disk_paths=str(tmp_path))
+    with pytest.raises(ConfigError, match="no mapping"):
+        tidegate.attach(build(), 3)  # type: ignore[arg-type]
+
+
+def test_a_session_that_saw_no_step_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    with tidegate.attach(model, config(tmp_path)):
+        model.forward(torch.randn(4, 32)).sum().backward()
+    assert "saw no step" in caplog.text
+    caplog.clear()
+    with tidegate.attach(model, config(tmp_path)):
+        gradients(model)
+    assert "saw no step" not in caplog.text

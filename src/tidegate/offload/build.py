@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import weakref
@@ -18,6 +19,7 @@ from tidegate.offload.gate import FixedGate, Gate, HeadroomGate, ShareGate
 from tidegate.offload.storage import owned_storages, sharded_params, unsharded_storages
 from tidegate.offload.tierset import TierSet
 from tidegate.offload.transfer import CpuMover, Mover
+from tidegate.sizes import format_size
 from tidegate.tiers.disk import DiskTier
 from tidegate.tiers.host import HostTier, SlabPool
 from tidegate.tiers.paths import disk_room, usable_disk_paths
@@ -140,22 +142,30 @@ class _Rooms:
     def _open_disk(self) -> Tier | None:
         if not self._paths:
             return None
-        config, free = self._config, disk_room(self._paths)
-        if config.disk_budget == "auto":
-            capacity = headroom.auto_disk_budget(free)
-        else:
-            capacity = config.disk_budget.of(free) if isinstance(config.disk_budget, Percent) else config.disk_budget
-        if not capacity:
-            _log.warning("the disk tier is off: %s have %d bytes free", ", ".join(self._paths), free)
-            return None
+        config = self._config
         direct = None if config.direct_io == "auto" else config.direct_io
         try:
+            free = disk_room(self._paths)
+            capacity = self._disk_capacity(free)
+            if not capacity:
+                why = "disk_budget is 0" if config.disk_budget == 0 else f"{format_size(free)} are free"
+                _log.warning("the disk tier is off: %s under %s", why, ", ".join(self._paths))
+                return None
             return DiskTier(self._paths, capacity, threads=config.io_threads, direct=direct, rank=self._rank)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                _log.warning("the disk tier is off: %s: %s", error.filename, error.strerror)
+                return None
             raise ConfigError(
-                f"disk_paths: cannot open spill files under {', '.join(self._paths)}: {error}. "
+                f"disk_paths: cannot open spill files: {error}. "
                 f"Choose directories that you may write to, on a local file system"
             ) from error
+
+    def _disk_capacity(self, free: int) -> int:
+        budget = self._config.disk_budget
+        if budget == "auto":
+            return headroom.auto_disk_budget(free)
+        return budget.of(free) if isinstance(budget, Percent) else budget
 
 
 def _gate(surroundings: Surroundings, config: OffloadConfig) -> Gate:

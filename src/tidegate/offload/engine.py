@@ -139,6 +139,7 @@ class Engine:
         self._leaving_bytes = 0
         self._coming_bytes = 0
         self._moved = False
+        self._nowhere = False
         self._said_idle = False
 
     @property
@@ -270,6 +271,7 @@ class Engine:
                 self._writing.add(future)
             future.add_done_callback(functools.partial(self._left, unit))
             return
+        self._nowhere = True
         self._tiers.warn_full(unit.nbytes)
 
     def _left(self, unit: Unit, future: Future[int]) -> None:
@@ -616,9 +618,10 @@ class Engine:
                 self._said_idle = True
                 self._say_idle(step.eligible)
 
-    @staticmethod
-    def _say_idle(eligible: int) -> None:
-        if eligible:
+    def _say_idle(self, eligible: int) -> None:
+        if self._nowhere:
+            _log.warning("nothing moved in the first step: no tier took what should have moved")
+        elif eligible:
             _log.warning(
                 "nothing moved in the first step: its %d bytes of saved tensors fit on the device. "
                 "device_budget says how much may stay; 0 moves everything eligible",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tidegate.offload.engine import Engine, SavedHandle
 from tidegate.offload.step import Step
-from tidegate.offload.storage import StorageKey, ViewSpec
+from tidegate.offload.storage import ByteRange, StorageKey, ViewSpec
 from tidegate.offload.unit import VersionGuard
 
 __all__ = ["Distributed", "Kept", "Packer"]
@@ -108,6 +108,13 @@ class Packer:
             self._engine.exclude(view.nbytes)
             return Kept(tensor)
         assert owner is not None
+        # The user's function and dispatch modes would log, count or trace what the hooks compute.
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return self._save(tensor, owner, storage, view, span)
+
+    def _save(
+        self, tensor: Tensor, owner: Tensor, storage: torch.UntypedStorage, view: ViewSpec, span: ByteRange
+    ) -> SavedHandle:
         guard = VersionGuard(tensor, owner)
         layout = (view.dtype, view.shape, view.stride) if span.dense else ()
         key = StorageKey(storage._cdata, storage.data_ptr(), storage.nbytes(), guard.version, span, layout)
@@ -117,6 +124,9 @@ class Packer:
 
     def unpack(self, packed: SavedHandle | Kept | Distributed) -> Tensor:
         """Gives the tensor back; may run more than once."""
+        if type(packed) is SavedHandle:
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                return packed.unpack()
         return packed.unpack()
 
     def _pack_special(self, tensor: Tensor) -> Kept | Distributed:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -33,24 +33,32 @@ _sessions: weakref.WeakKeyDictionary[nn.Module, OffloadSession] = weakref.WeakKe
 _attach_lock = threading.Lock()
 
 
-def attach(model: nn.Module, config: OffloadConfig | None = None, *, rank: int = 0) -> OffloadSession:
+def attach(
+    model: nn.Module, config: OffloadConfig | Mapping[str, Any] | None = None, *, rank: int = 0
+) -> OffloadSession:
     """Makes a model's saved activations leave the device and come back in time for backward.
 
-    The forward of `model` with grad enabled opens a step by itself; `session.step()` widens it. Attach before
-    torch.compile: compiled modules ignore hooks that are registered later.
+    The forward of `model` with grad enabled opens a step by itself; `session.step()` widens it. With torch.compile,
+    compile the model's blocks one by one, or attach to what torch.compile returned: a region that is compiled together
+    with the model's hooks opens no step.
 
     Args:
         model: The root module. Its parameters and buffers never move.
-        config: What may move where; None reads TIDEGATE_* variables and defaults.
+        config: What may move where: an OffloadConfig, a mapping of its fields, or None for TIDEGATE_* variables and
+            defaults.
         rank: Rank of this process; spill directories carry it.
 
     Returns:
         The session. A second call with an equal config returns the open one.
 
     Raises:
-        ConfigError: The config cannot be used here, or the model has an open session with another config.
+        ConfigError: The config cannot be used here, the model is no module that runs hooks, or it has an open session
+            with another config.
     """
-    config = OffloadConfig() if config is None else config
+    config = OffloadConfig.of(config)
+    candidate: object = model
+    if not isinstance(candidate, nn.Module) or isinstance(candidate, torch.jit.ScriptModule):
+        raise ConfigError(f"attach needs an nn.Module that runs Python hooks, not a {type(candidate).__name__}")
     with _attach_lock:
         session = _sessions.get(model)
         if session is not None and not session.closed:
@@ -75,6 +83,7 @@ class OffloadSession:
         self._threads = StepStack()
         self._lock = threading.Lock()
         self._explicit = 0
+        self._entered = False
         if model._compiled_call_impl is not None:
             say_hooks_traced()
         functorch.install()
@@ -138,6 +147,11 @@ class OffloadSession:
 
         A graph that still needs moved bytes raises SessionClosedError in its backward.
         """
+        if not self._entered and not self.closed:
+            _log.warning(
+                "nothing moved: the session saw no step, which is a call of the attached model itself with grad, or a "
+                "block under session.step()"
+            )
         self._finalizer()
         self._threads.leave_to(0)
 
@@ -161,6 +175,7 @@ class OffloadSession:
 
     def _enter(self, *, explicit: bool) -> None:
         outermost = not self._threads.inside()
+        self._entered = True
         if outermost:
             self._surroundings.refresh()
             self._engine.settle()  # may end the step before

@@ -66,7 +66,7 @@ class OffloadPlugin:
     def __post_init__(self) -> None:
         arguments = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "config"}
         given = {name: value for name, value in arguments.items() if value is not None}
-        self.config = as_config(self.config).replace(**given)
+        self.config = OffloadConfig.of(self.config).replace(**given)
 
     def attach(self, accelerator: Accelerator, model: nn.Module) -> OffloadSession:
         """Opens the session of a prepared model, or returns the one that is open.
@@ -104,15 +104,6 @@ class OffloadPlugin:
     def __str__(self) -> str:
         # Accelerate shows this when it refuses the plugin as a kwargs handler.
         return f"{self!r} (not a kwargs handler: call plugin.attach(accelerator, model) after accelerator.prepare)"
-
-
-def as_config(config: OffloadConfig | Mapping[str, Any] | _Path | None) -> OffloadConfig:
-    """Builds a config from whatever a user may hand over."""
-    if isinstance(config, OffloadConfig):
-        return config
-    if isinstance(config, str | os.PathLike):
-        return OffloadConfig.from_file(config)
-    return OffloadConfig.from_dict(config or {})
 
 
 def _refuse_other_offload(accelerator: Accelerator) -> None:

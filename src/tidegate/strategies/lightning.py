@@ -50,7 +50,7 @@ class OffloadMixin(Strategy):
     lower case."""
 
     def __init__(self, *args: Any, offload: OffloadConfig | dict[str, Any] | None = None, **kwargs: Any) -> None:
-        self._offload = _as_config(offload)
+        self._offload = OffloadConfig.of(offload)
         self._session: OffloadSession | None = None
         super().__init__(*args, **kwargs)
 
@@ -207,7 +207,3 @@ class OffloadDDPStrategy(OffloadMixin, DDPStrategy):
         "tidegate_ddp": {},
         "tidegate_ddp_find_unused_parameters_true": {"find_unused_parameters": True},
     }
-
-
-def _as_config(offload: OffloadConfig | dict[str, Any] | None) -> OffloadConfig:
-    return offload if isinstance(offload, OffloadConfig) else OffloadConfig.from_dict(offload or {})

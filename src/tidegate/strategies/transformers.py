@@ -20,7 +20,6 @@ from tidegate.config import OffloadConfig
 from tidegate.errors import ConfigError
 from tidegate.offload.session import OffloadSession, attach
 from tidegate.offload.stats import OffloadStats
-from tidegate.strategies.accelerate import as_config
 
 __all__ = ["OffloadTrainerCallback", "OffloadTrainerMixin"]
 
@@ -41,7 +40,7 @@ class OffloadTrainerCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
-        self._config = as_config(config)
+        self._config = OffloadConfig.of(config)
         self._session: OffloadSession | None = None
         self._watch: _Watch | None = None
 
@@ -109,7 +108,7 @@ class OffloadTrainerMixin(Trainer):
         offload: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._offload = as_config(offload)
+        self._offload = OffloadConfig.of(offload)
         self._session: OffloadSession | None = None
         super().__init__(*args, **kwargs)
 

@@ -61,17 +61,19 @@ class _SpillFile:
         size = self.extents.size
         if step < nbytes:
             return False
+        refused: OSError | None = None
         for extra in dict.fromkeys((step, nbytes)):
             if time.monotonic() < self._full_until:
                 continue
             try:
                 self._io.allocate(self.fd, size, extra)
             except OSError as error:
-                self._say_full(error)
+                refused = error
             else:
                 self.extents.grow(size + extra)
                 return True
-        if time.monotonic() >= self._full_until:
+        if refused is not None:
+            self._say_full(refused)
             self._full_until = time.monotonic() + _RETRY_SECONDS
         return False
 
@@ -245,17 +247,28 @@ class DiskTier:
         self._files: list[_SpillFile] = []
         try:
             for path in paths:
-                run = RunDir(path, rank)
                 try:
-                    self._files.append(_SpillFile(Path(path), run, self._piece_io.io, direct=direct, threads=threads))
-                except BaseException:
-                    run.close()
-                    raise
+                    self._files.append(self._open_path(Path(path), direct=direct, threads=threads, rank=rank))
+                except OSError as error:
+                    if error.errno not in _FULL or (path == paths[-1] and not self._files):
+                        raise
+                    _log.warning("disk tier: %s is left out: %s", path, error.strerror)
         except BaseException:
             _shut(self._files, os.getpid())
             raise
         self._shut = weakref.finalize(self, _shut, self._files, os.getpid())
         self._shut.atexit = True
+
+    def _open_path(self, path: Path, *, direct: bool | None, threads: int, rank: int) -> _SpillFile:
+        try:
+            run = RunDir(path, rank)
+            try:
+                return _SpillFile(path, run, self._piece_io.io, direct=direct, threads=threads)
+            except BaseException:
+                run.close()
+                raise
+        except OSError as error:
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
     @property
     def mode(self) -> str:
