@@ -12,7 +12,6 @@ import argparse
 import math
 import statistics
 import sys
-import sysconfig
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +20,16 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from corpus import VOCABULARY, StandardLibrary
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.strategies import Strategy
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import tidegate
 from tidegate.strategies import OffloadStrategy
-
-VOCABULARY = 256  # a token is a byte
 
 
 class Block(nn.Module):
@@ -78,7 +76,8 @@ class GPT(L.LightningModule):
             x_BTD = block(x_BTD)
         return self.head(self.norm(x_BTD))
 
-    def training_step(self, ids_BT: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        ids_BT = batch["input_ids"]
         logits_BTV = self(ids_BT[:, :-1])
         loss = F.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten())
         self.log("loss", loss, prog_bar=True)
@@ -86,24 +85,6 @@ class GPT(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.args.learning_rate)
-
-
-class StandardLibrary(Dataset[Tensor]):
-    """Windows of bytes from the source of Python's standard library; the same ones in every run."""
-
-    def __init__(self, windows: int, length: int) -> None:
-        sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        text = b"".join(source.read_bytes() for source in sources)
-        self.ids = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.length = length
-        self.starts = torch.randint(len(self.ids) - length, (windows,), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> Tensor:
-        start = int(self.starts[index])
-        return self.ids[start : start + self.length].long()
 
 
 @dataclass
@@ -167,7 +148,7 @@ def train(args: argparse.Namespace, strategy: Strategy | str) -> Run:
     return run
 
 
-def batches(args: argparse.Namespace) -> DataLoader[Tensor]:
+def batches(args: argparse.Namespace) -> DataLoader[dict[str, Tensor]]:
     return DataLoader(StandardLibrary(args.steps * args.batch, args.context + 1), batch_size=args.batch)
 
 
@@ -187,7 +168,8 @@ def saved_storages(args: argparse.Namespace) -> list[int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        loss = model.training_step(next(iter(batches(args))).to(device), 0)
+        batch = {name: ids.to(device) for name, ids in next(iter(batches(args))).items()}
+        loss = model.training_step(batch, 0)
     sizes = list(saved.values())
     del loss  # until here the graph kept every storage alive, so no address was used twice
     return sizes

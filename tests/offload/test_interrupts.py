@@ -17,6 +17,7 @@ from torch import nn
 from tests.offload.toys import assert_same_gradients, blocks, everything, gradients
 
 faulthandler.dump_traceback_later(100, exit=True)  # a hang is a failure
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has switched it off
 torch.set_num_threads(1)
 tiers, seed, path = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 random.seed(seed)

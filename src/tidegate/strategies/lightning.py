@@ -115,8 +115,11 @@ class OffloadMixin(Strategy):
         return {**super().__getstate__(), "_session": None}
 
     def __repr__(self) -> str:
-        # pytorch_lightning, whose base classes are other ones, shows this when it refuses the strategy.
-        return f"<{type(self).__name__} for lightning.Trainer (import lightning, not pytorch_lightning)>"
+        # pytorch_lightning and Fabric, whose base classes are other ones, show this when they refuse the strategy.
+        return (
+            f"<{type(self).__name__} for lightning.Trainer: import lightning, not pytorch_lightning; "
+            "with Fabric, tidegate.attach(fabric.setup(model))>"
+        )
 
 
 class OffloadStrategy(OffloadMixin, SingleDeviceStrategy):

@@ -1,0 +1,59 @@
+"""Every example, run as its first lines say, small."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--width=64", "--layers=2", "--steps=2", "--batch=4"]
+
+
+def run(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {"TIDEGATE_MIN_BYTES": "0", "TMPDIR": str(cwd), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, **settings, **environment},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "options"),
+    [
+        ("plain_pytorch.py", SMALL),
+        ("plain_pytorch.py", [*SMALL, "--tiers", "host", "disk"]),
+        ("accelerate_causal_lm.py", [*SMALL, "--offload"]),
+        ("hf_trainer_causal_lm.py", [*SMALL, "--cpu"]),
+        ("hf_trainer_causal_lm.py", [*SMALL, "--cpu", "--activation-checkpointing"]),
+    ],
+)
+def test_an_example_offloads_and_leaves_nothing(example: str, options: list[str], tmp_path: Path) -> None:
+    done = run(str(ROOT / "examples" / example), *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "(posix-" in done.stdout or "(pageable)" in done.stdout
+    assert not list(tmp_path.glob("tidegate-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["plain_pytorch.py", "accelerate_causal_lm.py", "hf_trainer_causal_lm.py"])
+def test_an_example_in_which_nothing_moved_fails(example: str, tmp_path: Path) -> None:
+    options = ["--offload"] if example.startswith("accelerate") else []
+    done = run(str(ROOT / "examples" / example), *SMALL, *options, cwd=tmp_path, TIDEGATE_MIN_BYTES="1TiB")
+    assert done.returncode == 1
+    assert "nothing moved" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_accelerate_example_is_a_plain_script_without_its_flag(tmp_path: Path) -> None:
+    done = run(str(ROOT / "examples" / "accelerate_causal_lm.py"), *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "tidegate" not in done.stdout + done.stderr
