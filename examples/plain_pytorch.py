@@ -26,6 +26,8 @@ import tidegate
 class CausalLM(nn.Module):
     """A small transformer over bytes."""
 
+    mask: Tensor
+
     def __init__(self, width: int = 256, layers: int = 4, heads: int = 4, context: int = 128) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)

@@ -68,7 +68,7 @@ def test_a_model_compiled_with_its_hooks_says_once_that_nothing_moves(
     assert lines(caplog, "compiled as a whole") == 1
 
 
-def test_attaching_to_a_model_that_compiled_itself_says_so_at_once(
+def test_attaching_to_a_model_that_compiled_itself_says_so_at_once_A8(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = compile_in_place(Net())

@@ -123,6 +123,18 @@ def test_free_memory_still_gives_its_objects_back(everything: OffloadConfig) -> 
     assert accelerator.free_memory(model, optimizer) == [None, None]
 
 
+def test_the_model_keeps_its_forward_and_unwraps_as_before_A1(everything: OffloadConfig) -> None:
+    accelerator = Accelerator(cpu=True)
+    bare = language_model()
+    model = accelerator.prepare(bare)
+    forward = model.forward
+    with OffloadPlugin(everything).attach(accelerator, model):
+        assert model.forward == forward
+        assert not hasattr(model, "_hf_hook")
+        assert accelerator.unwrap_model(model) is bare
+        step(accelerator, model)
+
+
 def test_attaching_twice_gives_the_same_session(everything: OffloadConfig) -> None:
     accelerator, model, _ = prepared()
     plugin = OffloadPlugin(everything)

@@ -41,7 +41,7 @@ cases = pytest.mark.parametrize("case", CASES)
 
 
 @cases
-def test_losses_gradients_and_weights_are_plain_ddps_on_each_rank(case: str, shown: Shown) -> None:
+def test_losses_gradients_and_weights_are_plain_ddps_on_each_rank_L7_L15(case: str, shown: Shown) -> None:
     for plain, offloaded in zip(shown(case, "plain"), shown(case, "offloaded"), strict=True):
         assert (plain["strategy"], offloaded["strategy"]) == ("DDPStrategy", "OffloadDDPStrategy")
         assert plain["steps"] == offloaded["steps"] == len(plain["gradients"]) == STEPS

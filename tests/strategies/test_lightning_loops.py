@@ -84,7 +84,7 @@ def assert_moved(strategy: OffloadStrategy) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_twenty_optimiser_steps_are_the_plain_runs(every: int, fit_both: FitBoth) -> None:
+def test_twenty_optimiser_steps_are_the_plain_runs_L8(every: int, fit_both: FitBoth) -> None:
     _, trainer = fit_both(count=STEPS * every, accumulate_grad_batches=every)
     assert trainer.global_step == STEPS
 

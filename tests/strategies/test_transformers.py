@@ -87,7 +87,7 @@ def assert_nothing_left(trainer: Trainer, spill: Path) -> None:
 )
 # The compiler itself looks at `.grad` of a region's inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_losses_and_weights_are_the_plain_trainings(
+def test_losses_and_weights_are_the_plain_trainings_A5_A9(
     how: How, options: dict[str, Any], everything: OffloadConfig, spill: Path, tmp_path: Path
 ) -> None:
     more = {"eval_dataset": Tokens(8)} if "eval_strategy" in options else {}
