@@ -1,7 +1,7 @@
 """A causal language model trained by transformers.Trainer, with tidegate's callback.
 
     python examples/hf_trainer_causal_lm.py
-    python examples/hf_trainer_causal_lm.py --width 1024 --layers 12 --activation-checkpointing
+    python examples/hf_trainer_causal_lm.py --width 1024 --layers 12
 
 Ends with 0 only if something moved.
 """
@@ -23,7 +23,6 @@ from tidegate.strategies import OffloadTrainerCallback
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device-budget", default="0", help="see OffloadConfig")
-    parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="leave a GPU alone")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -44,7 +43,6 @@ def main() -> int:
                 per_device_train_batch_size=args.batch,
                 per_device_eval_batch_size=args.batch,
                 gradient_accumulation_steps=args.accumulate,
-                activation_checkpointing=args.activation_checkpointing,
                 eval_strategy="steps",
                 eval_steps=max(1, args.steps // 2),
                 logging_steps=1,

@@ -33,7 +33,6 @@ def run(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
         ("plain_pytorch.py", [*SMALL, "--tiers", "host", "disk"]),
         ("accelerate_causal_lm.py", [*SMALL, "--offload"]),
         ("hf_trainer_causal_lm.py", [*SMALL, "--cpu"]),
-        ("hf_trainer_causal_lm.py", [*SMALL, "--cpu", "--activation-checkpointing"]),
     ],
 )
 def test_an_example_offloads_and_leaves_nothing(example: str, options: list[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.offload.test_unseen_edits import Discarding
 from torch import Tensor, nn
 
 import tidegate
@@ -248,3 +249,41 @@ def test_restored_views_keep_strides_and_alignment(tmp_path: Path) -> None:
         model().backward()
         assert session.stats().moved > 0
     assert sorted(seen[:4]) == sorted(seen[4:])
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+def test_a_later_forward_saves_what_is_there_then(tmp_path: Path, tiers: tuple[str, ...]) -> None:
+    def run(model: nn.Module) -> list[Tensor]:
+        x, graphs, seen = torch.ones(8, 256, 256, device="cuda"), [], []
+        for value in range(3):
+            loss = model(x).sum()
+            graphs.append(loss)
+            model.zero_grad()
+            loss.backward(retain_graph=True)
+            seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            x.data.fill_(value)
+            graphs.append(model(x).sum())
+            torch.from_dlpack(x).fill_(value + 0.5)
+        return seen
+
+    plain, model = run(build().eval()), build().eval()
+    with tidegate.attach(model, config(tmp_path, tiers=tiers)) as session:
+        assert all(torch.equal(a, b) for a, b in zip(plain, run(model), strict=True))
+        assert session.stats().moved > 0
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+@pytest.mark.parametrize("window", [1, 8 * MiB, 1024 * MiB])
+def test_storages_that_a_program_empties_and_fills_again(tmp_path: Path, tiers: tuple[str, ...], window: int) -> None:
+    def gradient(model: nn.Module) -> Tensor:
+        torch.manual_seed(2)
+        x = torch.randn(1_000_000, device="cuda", requires_grad=True)
+        model(x).backward()
+        assert x.grad is not None
+        return x.grad
+
+    plain, model = gradient(Discarding().cuda()), Discarding().cuda()
+    with tidegate.attach(model, config(tmp_path, tiers=tiers, window=window)) as session:
+        for _ in range(5):
+            assert torch.equal(plain, gradient(model))
+        assert_balanced(session)

@@ -51,7 +51,10 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
         "dataloader_pin_memory": False,
         "seed": 3,
     }
-    return TrainingArguments(**settings | changes)
+    settings |= changes
+    if not hasattr(TrainingArguments, "activation_checkpointing"):  # before it had this name
+        settings = {name.replace("activation_", "gradient_", 1): value for name, value in settings.items()}
+    return TrainingArguments(**settings)
 
 
 def weights(model: torch.nn.Module) -> dict[str, Tensor]:
