@@ -18,8 +18,8 @@ import tidegate
 
 @pytest.fixture(scope="module")
 def rounds() -> list[dict[str, Any]]:
-    """A GPT of 4 blocks, 2048 wide, plain and offloaded in processes of their own."""
-    sizes = {"width": 2048, "blocks": 4, "batch": 4, "context": 256, "steps": 2, "rounds": 1}
+    """A GPT of 4 blocks, 768 wide, plain and offloaded in processes of their own."""
+    sizes = {"width": 768, "blocks": 4, "batch": 11, "context": 256, "steps": 2, "rounds": 1}
     args = real_gain.parser().parse_args([f"--{name}={value}" for name, value in sizes.items()])
     return [real_gain.measure(args)]
 

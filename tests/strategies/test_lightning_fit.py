@@ -253,7 +253,7 @@ def press_ctrl_c() -> None:
 @pytest.fixture
 def sigint_restored() -> Iterator[None]:
     """Lightning ignores SIGINT from the first one on."""
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has switched it off
     yield
     signal.signal(signal.SIGINT, handler)
 
