@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tidegate.errors import CorruptionError, SessionClosedError, TidegateError
+from tidegate.errors import CorruptionError, SessionClosedError
 from tidegate.offload.compiled import RegionWatch
 from tidegate.offload.gate import Gate
-from tidegate.offload.ledger import Ledger
+from tidegate.offload.handle import Grave, SavedHandle
+from tidegate.offload.ledger import Books, Ledger
 from tidegate.offload.stats import OffloadStats
 from tidegate.offload.step import Step
 from tidegate.offload.storage import StorageKey, ViewSpec
@@ -29,68 +30,9 @@ from tidegate.offload.tierset import TierSet
 from tidegate.offload.transfer import Mover, checksum, rebuild
 from tidegate.offload.unit import Arrival, Body, Outcome, State, Unit, VersionGuard
 
-__all__ = ["Engine", "SavedHandle"]
+__all__ = ["Engine"]
 
 _log = logging.getLogger("tidegate")
-
-
-class _Grave(weakref.ref["SavedHandle"]):
-    """What is to be done when a handle dies.
-
-    The handle's death runs no Python code of ours: an exception that a signal handler raises there (Ctrl-C) would be
-    lost, and a lock taken there could be one that the same thread holds.
-    """
-
-    __slots__ = ("step", "turn", "unit")
-    unit: Unit
-    step: Step
-    turn: int
-
-
-class SavedHandle:
-    """What autograd's graph holds instead of the tensor. When the graph lets go of it, the bytes are freed."""
-
-    __slots__ = ("__weakref__", "_engine", "body", "grave", "guard", "index", "step", "unit", "view")
-
-    def __init__(
-        self, engine: Engine, unit: Unit, body: Body, view: ViewSpec, guard: VersionGuard, step: Step, index: int
-    ) -> None:
-        self._engine = engine
-        self.unit = unit
-        self.body = body
-        self.view = view
-        self.guard = guard
-        self.step = step
-        self.index = index
-        self.grave = engine.bury_later(self)
-
-    def unpack(self) -> Tensor:
-        """Returns the saved view, its bytes, strides and alignment as they were; may be called again."""
-        self.guard.check()
-        return self._engine.fetch(self)
-
-
-class _Books:
-    """Stretches of work on the engine's books. One that an exception cuts short leaves them in doubt.
-
-    Args:
-        interrupted: That has happened: a signal handler raised (Ctrl-C does), or there is a fault.
-        expected: An exception that left the books in order, as our own do.
-    """
-
-    __slots__ = ("expected", "interrupted")
-
-    def __init__(self) -> None:
-        self.interrupted = False
-        self.expected: BaseException | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and error is not self.expected and not isinstance(error, TidegateError):
-            self.interrupted = True
-        self.expected = None
 
 
 class Engine:
@@ -121,8 +63,8 @@ class Engine:
         self._verify = verify
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._books = _Books()
-        self._graves: set[_Grave] = set()
+        self._books = Books()
+        self._graves: set[Grave] = set()
         # The end of torch's weak references is Python code. Most end in a worker, where no signal handler runs.
         self._spent: deque[StorageWeakRef] = deque(maxlen=4096)
         self._open_graves: deque[weakref.ref[SavedHandle]] = deque()
@@ -556,9 +498,9 @@ class Engine:
 
     # The end of things
 
-    def bury_later(self, handle: SavedHandle) -> _Grave:
+    def bury_later(self, handle: SavedHandle) -> Grave:
         """Notes what will have to be done when the handle has died. The lock is held."""
-        grave = _Grave(handle, self._open_graves.append)
+        grave = Grave(handle, self._open_graves.append)
         grave.unit, grave.step, grave.turn = handle.unit, handle.step, -1
         self._graves.add(grave)
         return grave
@@ -571,7 +513,7 @@ class Engine:
     def _bury(self) -> None:
         while self._open_graves:
             grave = self._open_graves.popleft()
-            if isinstance(grave, _Grave) and not self.interrupted:
+            if isinstance(grave, Grave) and not self.interrupted:
                 self._graves.discard(grave)
                 self._forget(grave.unit, grave.step, grave.turn)
 

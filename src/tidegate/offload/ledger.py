@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from tidegate.errors import TidegateError
 from tidegate.offload.stats import Counters, OffloadStats
 from tidegate.offload.unit import Outcome, Unit
 
-__all__ = ["Ledger"]
+__all__ = ["Books", "Ledger"]
 
 
 class Ledger:
@@ -74,3 +75,26 @@ class Ledger:
     def _tier(unit: Unit) -> str:
         assert unit.tier is not None
         return unit.tier.name
+
+
+class Books:
+    """Stretches of work on an engine's books. One that an exception cuts short leaves them in doubt.
+
+    Args:
+        interrupted: That has happened: a signal handler raised (Ctrl-C does), or there is a fault.
+        expected: An exception that left the books in order, as our own do.
+    """
+
+    __slots__ = ("expected", "interrupted")
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self.expected: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and error is not self.expected and not isinstance(error, TidegateError):
+            self.interrupted = True
+        self.expected = None

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tidegate.offload.engine import Engine, SavedHandle
+from tidegate.offload.engine import Engine
+from tidegate.offload.handle import SavedHandle
 from tidegate.offload.step import Step
 from tidegate.offload.storage import ByteRange, StorageKey, ViewSpec
 from tidegate.offload.unit import VersionGuard
