@@ -20,6 +20,20 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
+def options(description: str | None) -> argparse.ArgumentParser:
+    """The size of the job."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device-budget", default="0", help="see OffloadConfig")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10, help="optimiser steps")
+    return parser
+
+
 def build(args: argparse.Namespace) -> LlamaForCausalLM:
     """A model with random weights: nothing is downloaded."""
     torch.manual_seed(0)
@@ -36,16 +50,8 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--offload", action="store_true", help="attach tidegate's plugin")
-    parser.add_argument("--device-budget", default="0", help="see OffloadConfig; with --offload")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--accumulate", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10, help="optimiser steps")
     args = parser.parse_args()
 
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)

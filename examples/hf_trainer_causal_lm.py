@@ -8,11 +8,10 @@ Ends with 0 only if something moved.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 
-from accelerate_causal_lm import build
+from accelerate_causal_lm import build, options
 from corpus import StandardLibrary
 from transformers import Trainer, TrainingArguments
 
@@ -21,16 +20,8 @@ from tidegate.strategies import OffloadTrainerCallback
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device-budget", default="0", help="see OffloadConfig")
+    parser = options(__doc__)
     parser.add_argument("--cpu", action="store_true", help="leave a GPU alone")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--accumulate", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10, help="optimiser steps")
     args = parser.parse_args()
 
     callback = OffloadTrainerCallback(OffloadConfig(tiers=("disk",), device_budget=args.device_budget))

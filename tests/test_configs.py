@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.launching import ROOT, python
 
 from tidegate import OffloadConfig
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "src" / "tidegate" / "configs"
 SMALL = ["--width=64", "--layers=2", "--steps=2", "--batch=4"]
 WHAT_IT_IS = """
@@ -33,15 +31,7 @@ accelerator.end_training()
 
 
 def run(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {"TIDEGATE_MIN_BYTES": "0", "TMPDIR": str(cwd), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, **settings, **environment},
-    )
+    return python(*words, cwd=cwd, TIDEGATE_MIN_BYTES="0", TMPDIR=str(cwd), **environment)
 
 
 def launch(config: str, *words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

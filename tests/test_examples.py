@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.launching import ROOT, python
 
-ROOT = Path(__file__).parents[1]
 SMALL = ["--width=64", "--layers=2", "--steps=2", "--batch=4"]
 
 
-def run(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {"TIDEGATE_MIN_BYTES": "0", "TMPDIR": str(cwd), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, **settings, **environment},
-    )
+def run(example: str, *options: str, cwd: Path, min_bytes: str = "0") -> subprocess.CompletedProcess[str]:
+    return python(ROOT / "examples" / example, *options, cwd=cwd, TIDEGATE_MIN_BYTES=min_bytes, TMPDIR=str(cwd))
 
 
 @pytest.mark.slow
@@ -36,7 +26,7 @@ def run(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
     ],
 )
 def test_an_example_offloads_and_leaves_nothing(example: str, options: list[str], tmp_path: Path) -> None:
-    done = run(str(ROOT / "examples" / example), *options, cwd=tmp_path)
+    done = run(example, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "(posix-" in done.stdout or "(pageable)" in done.stdout
     assert not list(tmp_path.glob("tidegate-*"))
@@ -46,13 +36,13 @@ def test_an_example_offloads_and_leaves_nothing(example: str, options: list[str]
 @pytest.mark.parametrize("example", ["plain_pytorch.py", "accelerate_causal_lm.py", "hf_trainer_causal_lm.py"])
 def test_an_example_in_which_nothing_moved_fails(example: str, tmp_path: Path) -> None:
     options = ["--offload"] if example.startswith("accelerate") else []
-    done = run(str(ROOT / "examples" / example), *SMALL, *options, cwd=tmp_path, TIDEGATE_MIN_BYTES="1TiB")
+    done = run(example, *SMALL, *options, cwd=tmp_path, min_bytes="1TiB")
     assert done.returncode == 1
     assert "nothing moved" in done.stdout
 
 
 @pytest.mark.slow
 def test_the_accelerate_example_is_a_plain_script_without_its_flag(tmp_path: Path) -> None:
-    done = run(str(ROOT / "examples" / "accelerate_causal_lm.py"), *SMALL, cwd=tmp_path)
+    done = run("accelerate_causal_lm.py", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "tidegate" not in done.stdout + done.stderr

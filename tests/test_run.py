@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.launching import ROOT, python
 
-ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "strategies" / "scripts"
 
 
@@ -32,20 +30,6 @@ def settings(spill: Path) -> dict[str, str]:
     }
 
 
-def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-    )
-
-
-def python(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, *words, **environment)
-
-
 def shown(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"')]
@@ -56,9 +40,9 @@ def shown(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 @pytest.mark.slow
 def test_an_unmodified_accelerate_script_under_accelerate_launch(settings: dict[str, str], spill: Path) -> None:
     script = SCRIPTS / "accelerate_loop.py"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"]
+    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"]
     plain = shown(python(script, "--lr", "3"))
-    done = run(*launcher, "-m", "tidegate.run", script, "--lr", "3", **settings)
+    done = python(*launcher, "-m", "tidegate.run", script, "--lr", "3", **settings)
     assert shown(done) == plain
     assert plain["arguments"] == ["--lr", "3"]
     assert "to disk (posix-" in done.stderr

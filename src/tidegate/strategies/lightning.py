@@ -19,15 +19,15 @@ from typing_extensions import override
 
 from tidegate.config import OffloadConfig
 from tidegate.errors import ConfigError
-from tidegate.offload.session import OffloadSession, attach
-from tidegate.offload.stats import OffloadStats
+from tidegate.offload.session import attach
+from tidegate.strategies.holder import SessionHolder
 
 __all__ = ["OffloadDDPStrategy", "OffloadMixin", "OffloadStrategy"]
 
 logger = logging.getLogger(__name__)
 
 
-class OffloadMixin(Strategy):
+class OffloadMixin(SessionHolder, Strategy):
     """Adds activation offload to a Lightning strategy; put it first among the bases.
 
     The session lives from `setup` to `teardown` of a fit. Validation, testing and prediction open nothing.
@@ -51,23 +51,12 @@ class OffloadMixin(Strategy):
 
     def __init__(self, *args: Any, offload: OffloadConfig | dict[str, Any] | None = None, **kwargs: Any) -> None:
         self._offload = OffloadConfig.of(offload)
-        self._session: OffloadSession | None = None
         super().__init__(*args, **kwargs)
 
     @property
     def offload(self) -> OffloadConfig:
         """The configuration that the next fit uses."""
         return self._offload
-
-    @property
-    def session(self) -> OffloadSession | None:
-        """The session of the running fit, or the closed one of the last; None before the first."""
-        return self._session
-
-    @property
-    def offload_stats(self) -> OffloadStats | None:
-        """What moved in the running or last fit; None before the first."""
-        return None if self._session is None else self._session.stats()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -106,10 +95,6 @@ class OffloadMixin(Strategy):
         for name, arguments in cls.names.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=cls.__doc__ or "", **arguments)
-
-    def _close_session(self) -> None:
-        if self._session is not None:
-            self._session.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_session": None}

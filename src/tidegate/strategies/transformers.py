@@ -18,13 +18,13 @@ from typing_extensions import override
 
 from tidegate.config import OffloadConfig
 from tidegate.errors import ConfigError
-from tidegate.offload.session import OffloadSession, attach
-from tidegate.offload.stats import OffloadStats
+from tidegate.offload.session import attach
+from tidegate.strategies.holder import SessionHolder
 
 __all__ = ["OffloadTrainerCallback", "OffloadTrainerMixin"]
 
 
-class OffloadTrainerCallback(TrainerCallback, ExportableState):
+class OffloadTrainerCallback(SessionHolder, TrainerCallback, ExportableState):
     """Offloads the activations of a Trainer's model: `trainer.add_callback(OffloadTrainerCallback(config))`.
 
     The session opens when training begins and closes when it ends. The Trainer tells callbacks nothing of an exception:
@@ -41,18 +41,7 @@ class OffloadTrainerCallback(TrainerCallback, ExportableState):
 
     def __init__(self, config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
         self._config = OffloadConfig.of(config)
-        self._session: OffloadSession | None = None
         self._watch: _Watch | None = None
-
-    @property
-    def session(self) -> OffloadSession | None:
-        """The session of the running training, or the closed one of the last; None before the first."""
-        return self._session
-
-    @property
-    def offload_stats(self) -> OffloadStats | None:
-        """What moved in the running or last training; None before the first."""
-        return None if self._session is None else self._session.stats()
 
     @override
     def on_train_begin(
@@ -75,8 +64,7 @@ class OffloadTrainerCallback(TrainerCallback, ExportableState):
         if self._watch is not None:
             self._watch.end()
             self._watch = None
-        if self._session is not None:
-            self._session.close()
+        self._close_session()
 
     @override
     def state(self) -> dict[str, Any]:
@@ -84,7 +72,7 @@ class OffloadTrainerCallback(TrainerCallback, ExportableState):
         return {"args": {"config": self._config.to_dict()}, "attributes": {}}
 
 
-class OffloadTrainerMixin(Trainer):
+class OffloadTrainerMixin(SessionHolder, Trainer):
     """Adds activation offload to a Trainer; put it first among the bases.
 
         class OffloadTrainer(OffloadTrainerMixin, Trainer): ...
@@ -109,18 +97,7 @@ class OffloadTrainerMixin(Trainer):
         **kwargs: Any,
     ) -> None:
         self._offload = OffloadConfig.of(offload)
-        self._session: OffloadSession | None = None
         super().__init__(*args, **kwargs)
-
-    @property
-    def session(self) -> OffloadSession | None:
-        """The session of the running training, or the closed one of the last; None before the first step."""
-        return self._session
-
-    @property
-    def offload_stats(self) -> OffloadStats | None:
-        """What moved in the running or last training; None before the first step."""
-        return None if self._session is None else self._session.stats()
 
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +105,7 @@ class OffloadTrainerMixin(Trainer):
         try:
             return super().train(*args, **kwargs)
         finally:
-            if self._session is not None:
-                self._session.close()
+            self._close_session()
 
     @override
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

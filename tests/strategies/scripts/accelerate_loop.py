@@ -32,7 +32,8 @@ def main() -> None:
     shown["arguments"] = sys.argv[1:]
     if accelerator.is_main_process:
         print(json.dumps(shown))
-    accelerator.end_training()
+    if ranks == 1:  # torch can hang when gloo's process group ends while DDP still holds it, offloaded or not
+        accelerator.end_training()
 
 
 if __name__ == "__main__":
