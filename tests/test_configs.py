@@ -85,6 +85,14 @@ def test_the_offload_file_is_a_config() -> None:
         assert name in OffloadConfig.__dataclass_fields__, name
 
 
+def test_every_value_that_the_offload_file_suggests_is_accepted(tmp_path: Path) -> None:
+    text = (CONFIGS / "offload.toml").read_text()
+    suggested = tmp_path / "suggested.toml"
+    suggested.write_text(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE))
+    config = OffloadConfig.from_file(suggested)
+    assert len(config.disk_paths) == 2
+
+
 @pytest.mark.slow
 def test_accelerate_single(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "accelerate_causal_lm.py")

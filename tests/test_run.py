@@ -75,13 +75,61 @@ def test_an_unmodified_trainer_script_is_offloaded_in_each_training(
     assert list(spill.iterdir()) == []
 
 
-def test_a_script_that_prepares_nothing_is_told_so(settings: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["", "sys.exit(5)"])
+def test_a_script_that_prepares_nothing_is_told_so_unless_it_exits(
+    end: str, settings: dict[str, str], tmp_path: Path
+) -> None:
     script = tmp_path / "nothing.py"
-    script.write_text("import sys; print('ran', sys.argv, __name__); sys.exit(5)")
+    script.write_text(f"import sys; print('ran', sys.argv, __name__); {end}")
     done = python("-m", "tidegate.run", script, "a", **settings)
-    assert done.returncode == 5
+    assert done.returncode == (5 if end else 0)
     assert done.stdout == f"ran {[str(script), 'a']} __main__\n"
-    assert "nothing was offloaded" in done.stderr
+    assert ("nothing was offloaded in this process" in done.stderr) == (not end)
+
+
+TRAINS = """
+import torch
+from accelerate import Accelerator
+
+
+def train():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()))
+    accelerator.backward(model(torch.randn(64, 64)).sum())
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import threading; threading.Thread(target=train).start()",
+        "import logging.config; logging.config.dictConfig({'version': 1}); train()",
+        "import logging; logging.basicConfig(level=logging.INFO); train()",
+    ],
+    ids=["in a thread that outlives the script", "with our logger disabled", "with logging of its own"],
+)
+def test_what_moved_is_said_at_the_very_end(
+    program: str, settings: dict[str, str], spill: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "trains.py"
+    script.write_text(TRAINS + program)
+    done = python("-m", "tidegate.run", script, **settings)
+    assert done.returncode == 0, done.stderr
+    assert "; 1 steps, " in done.stderr.splitlines()[-1]
+    assert "nothing was offloaded" not in done.stderr
+    assert list(spill.iterdir()) == []
+
+
+def test_what_the_script_pickles_at_its_end_is_found(settings: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "pickles.py"
+    script.write_text(
+        "import atexit, pickle\nclass Mine: pass\n"
+        "atexit.register(lambda: print(type(pickle.loads(pickle.dumps(Mine()))).__name__))"
+    )
+    done = python("-m", "tidegate.run", script, **settings)
+    assert done.stdout == "Mine\n", done.stderr
 
 
 def test_an_error_of_the_script_arrives_and_the_disk_is_clean(
@@ -107,8 +155,9 @@ def test_an_error_of_the_script_arrives_and_the_disk_is_clean(
         (["missing.py"], {}, "no script missing.py"),
         ([str(SCRIPTS / "accelerate_loop.py")], {"TIDEGATE_TIERS": "tape"}, 'TIDEGATE_TIERS: unknown tier "tape"'),
         ([str(SCRIPTS / "accelerate_loop.py")], {"TIDEGATE_CONFIG": "/missing.toml"}, "/missing.toml"),
+        ([str(SCRIPTS / "accelerate_loop.py")], {"TIDEGATE_DISK_PATHS": "/missing"}, "/missing does not exist"),
     ],
-    ids=["nothing", "no such script", "wrong setting", "no such file"],
+    ids=["nothing", "no such script", "wrong setting", "no such file", "no such path"],
 )
 def test_wrong_use_ends_with_2_before_the_script_runs(
     words: list[str], environment: dict[str, str], message: str

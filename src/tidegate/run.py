@@ -4,22 +4,27 @@
     python -m tidegate.run train.py ARGS
 
 What may move where is said by TIDEGATE_* variables or by the file that TIDEGATE_CONFIG names. In this process, and in
-no other, `Accelerator.prepare_model` also attaches the model that it has prepared.
+those that it forks, `Accelerator.prepare_model` also attaches the model that it has prepared. Processes that the script
+spawns anew know nothing of it.
 """
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import functools
 import logging
 import os
-import runpy
 import sys
+import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tidegate._extras import load
+from tidegate.config import OffloadConfig
 from tidegate.errors import TidegateError
+from tidegate.tiers.paths import usable_disk_paths
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,18 +53,25 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(0 if arguments else 2)
     script = arguments[0]
     if not os.path.isfile(script):
-        _refuse(f"there is no script {script}")
+        _refuse(f"there is no script {script}; the file of a script comes first, and its arguments follow")
     _say_what_happens()
     try:
         sessions = _Sessions()
     except TidegateError as error:
         _refuse(str(error))
+    atexit.register(sessions.say_what_moved)  # after the script's threads have ended
     sys.argv = arguments
     sys.path[0] = os.path.dirname(os.path.abspath(script))  # as if Python had been given the script
+    module = types.ModuleType("__main__")  # stays until the end: what the script pickles is looked up there
+    module.__dict__.update(__file__=script, __builtins__=builtins)
+    sys.modules["__main__"] = module
     try:
-        runpy.run_path(script, run_name="__main__")
-    finally:
-        sessions.say_what_moved()
+        with open(script, "rb") as file:
+            code = compile(file.read(), script, "exec")
+        exec(code, module.__dict__)
+    except SystemExit:
+        sessions.may_be_none = True  # --help, say
+        raise
 
 
 def _refuse(message: str) -> NoReturn:
@@ -67,14 +79,20 @@ def _refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+class _IfNobodyElse(logging.StreamHandler[TextIO]):
+    """Shows our messages unless the script has set up logging for itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
 def _say_what_happens() -> None:
-    """Shows our warnings and what moved, unless the script sets up logging for itself."""
     if not _log.handlers:
-        handler = logging.StreamHandler()
+        handler = _IfNobodyElse()
         handler.setFormatter(logging.Formatter("tidegate: %(message)s"))
         _log.addHandler(handler)
         _log.setLevel(logging.INFO)
-        _log.propagate = False
 
 
 class _Sessions:
@@ -83,7 +101,12 @@ class _Sessions:
     def __init__(self) -> None:
         home = load("tidegate.strategies.accelerate", "accelerate", "tidegate.run")
         self._plugin: OffloadPlugin = home.OffloadPlugin()
+        assert isinstance(self._plugin.config, OffloadConfig)
+        if "disk" in self._plugin.config.tiers:
+            usable_disk_paths(self._plugin.config.disk_paths)  # so that a wrong path is known before the script works
         self._opened: list[OffloadSession] = []
+        self._process = os.getpid()
+        self.may_be_none = False
         accelerator: Any = load("accelerate", "accelerate", "tidegate.run").Accelerator
         accelerator.prepare_model = self._attaching(accelerator.prepare_model)
 
@@ -108,11 +131,20 @@ class _Sessions:
             weakref.finalize(model, session.close)
 
     def say_what_moved(self) -> None:
-        if not self._opened:
-            _log.warning("nothing was offloaded: the script prepared no model for training with Accelerate")
+        if os.getpid() != self._process:
+            return
+        if not self._opened and not self.may_be_none:
+            self._say("nothing was offloaded in this process: it prepared no model for training with Accelerate")
         for session in self._opened:
-            _log.info("%s", session.stats())
+            self._say(str(session.stats()))
             session.close()
+
+    @staticmethod
+    def _say(message: str) -> None:
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("%s", message)
+        else:  # the script's own set-up has silenced us
+            print(f"tidegate: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -14,8 +15,9 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+import tidegate
 from tidegate import ConfigError, OffloadConfig
-from tidegate.strategies import OffloadMixin, OffloadStrategy
+from tidegate.strategies import OffloadDDPStrategy, OffloadMixin, OffloadStrategy
 
 MakeTrainer = Callable[..., L.Trainer]
 
@@ -129,3 +131,23 @@ def test_a_trainer_of_the_other_namespace_says_what_to_import_L10() -> None:
     pytorch_lightning = pytest.importorskip("pytorch_lightning")
     with pytest.raises(ValueError, match=r"import lightning, not pytorch_lightning"):
         pytorch_lightning.Trainer(strategy=OffloadStrategy(), accelerator="cpu", logger=False)
+
+
+@pytest.mark.parametrize("kind", [OffloadStrategy, OffloadDDPStrategy])
+def test_the_config_may_come_first_and_its_fields_only_inside_it(kind: Any, everything: OffloadConfig) -> None:
+    assert kind(everything).offload == everything
+    assert kind({"io_threads": 3}).offload.io_threads == 3
+    if kind is OffloadDDPStrategy:
+        with pytest.raises(ConfigError, match="device_budget: fields of OffloadConfig go into offload"):
+            kind(device_budget=0)
+
+
+def test_a_session_opened_by_hand_is_left_open(
+    make_trainer: Any, make_model: Any, everything: OffloadConfig, strategy: OffloadStrategy
+) -> None:
+    model = make_model()
+    with tidegate.attach(model, everything) as session:
+        make_trainer(strategy).fit(model)
+        assert strategy.session is session
+        assert not session.closed
+        assert session.stats().written["disk"] > 0

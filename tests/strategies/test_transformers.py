@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import tidegate
 from tidegate import ConfigError, OffloadConfig
 from tidegate.strategies import OffloadTrainerCallback, OffloadTrainerMixin
 
@@ -299,3 +302,21 @@ def test_a_config_may_be_a_mapping_or_a_file(everything: OffloadConfig, tmp_path
     assert OffloadTrainerCallback(path).state() == wanted
     with pytest.raises(ConfigError, match="unknown key"):
         OffloadTrainerCallback({"tier": "disk"})
+
+
+def test_a_callback_that_trained_can_be_copied_and_pickled(everything: OffloadConfig, tmp_path: Path) -> None:
+    trainer, callback = with_callback(everything, arguments(tmp_path, max_steps=2))
+    trainer.train()
+    for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert copied.state() == callback.state()
+        assert copied.session is None
+
+
+@both
+def test_a_session_opened_by_hand_is_left_open(how: How, everything: OffloadConfig, tmp_path: Path) -> None:
+    trainer, offload = how(everything, arguments(tmp_path, max_steps=2))
+    assert isinstance(trainer.model, nn.Module)
+    with tidegate.attach(trainer.model, everything) as session:
+        trainer.train()
+        assert offload.session is session
+        assert not session.closed

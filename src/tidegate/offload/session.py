@@ -26,7 +26,7 @@ from tidegate.offload.saved import Packer
 from tidegate.offload.stats import OffloadStats
 from tidegate.offload.step import Step, StepStack
 
-__all__ = ["OffloadSession", "attach"]
+__all__ = ["OffloadSession", "attach", "open_session"]
 
 _log = logging.getLogger("tidegate")
 _sessions: weakref.WeakKeyDictionary[nn.Module, OffloadSession] = weakref.WeakKeyDictionary()
@@ -60,16 +60,23 @@ def attach(
     if not isinstance(candidate, nn.Module) or isinstance(candidate, torch.jit.ScriptModule):
         raise ConfigError(f"attach needs an nn.Module that runs Python hooks, not a {type(candidate).__name__}")
     with _attach_lock:
-        session = _sessions.get(model)
-        if session is not None and not session.closed:
+        session = open_session(model)
+        if session is not None:
             if session.config != config:
                 raise ConfigError(
-                    "the model already has an open offload session with another config; close it first: session.close()"
+                    "the model already has an open offload session with another config (tidegate.attach, a strategy, a "
+                    "plugin, a callback and tidegate.run open one): use one of them, or close it first: session.close()"
                 )
             return session
         session = OffloadSession(model, config, rank=rank)
         _sessions[model] = session
         return session
+
+
+def open_session(model: nn.Module) -> OffloadSession | None:
+    """The open session of a model, if it has one."""
+    session = _sessions.get(model)
+    return None if session is None or session.closed else session
 
 
 class OffloadSession:

@@ -65,7 +65,8 @@ class OffloadStats:
             if count
         ]
         return (
-            f"{'; '.join(tiers) or 'nothing moved'}; {format_size(self.kept)} stayed; "
+            f"{'; '.join(tiers) or 'nothing moved'}; {format_size(self.kept)} stayed, "
+            f"{format_size(self.excluded)} too small or of a kind that stays; "
             f"{self.steps} steps, {self.stall_seconds:.1f} s of waiting"
         )
 

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from tidegate.config import OffloadConfig
 from tidegate.errors import ConfigError
-from tidegate.offload.session import attach
 from tidegate.strategies.holder import SessionHolder
 
 __all__ = ["OffloadDDPStrategy", "OffloadMixin", "OffloadStrategy"]
@@ -50,6 +49,9 @@ class OffloadMixin(SessionHolder, Strategy):
     lower case."""
 
     def __init__(self, *args: Any, offload: OffloadConfig | dict[str, Any] | None = None, **kwargs: Any) -> None:
+        misplaced = sorted(kwargs.keys() & OffloadConfig.__dataclass_fields__.keys())
+        if misplaced:
+            raise ConfigError(f"{', '.join(misplaced)}: fields of OffloadConfig go into offload=..., not beside it")
         self._offload = OffloadConfig.of(offload)
         super().__init__(*args, **kwargs)
 
@@ -63,7 +65,7 @@ class OffloadMixin(SessionHolder, Strategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
-            self._session = attach(self.lightning_module, self._offload, rank=getattr(self, "global_rank", 0))
+            self._open_session(self.lightning_module, self._offload, getattr(self, "global_rank", 0))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -195,3 +197,6 @@ class OffloadDDPStrategy(OffloadMixin, DDPStrategy):
         "tidegate_ddp": {},
         "tidegate_ddp_find_unused_parameters_true": {"find_unused_parameters": True},
     }
+
+    def __init__(self, offload: OffloadConfig | dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(offload=offload, **kwargs)

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from tidegate.config import OffloadConfig
 from tidegate.errors import ConfigError
-from tidegate.offload.session import attach
 from tidegate.strategies.holder import SessionHolder
 
 __all__ = ["OffloadTrainerCallback", "OffloadTrainerMixin"]
@@ -50,7 +49,7 @@ class OffloadTrainerCallback(SessionHolder, TrainerCallback, ExportableState):
         self.close()
         _refuse_what_cannot_work(args)
         model: nn.Module = kwargs["model"]
-        self._session = attach(model, self._config, rank=args.process_index)
+        self._open_session(model, self._config, args.process_index)
         self._watch = _Watch(model, self.close)
 
     @override
@@ -65,6 +64,9 @@ class OffloadTrainerCallback(SessionHolder, TrainerCallback, ExportableState):
             self._watch.end()
             self._watch = None
         self._close_session()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_config": self._config, "_watch": None}
 
     @override
     def state(self) -> dict[str, Any]:
@@ -109,8 +111,7 @@ class OffloadTrainerMixin(SessionHolder, Trainer):
 
     @override
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        self._session = attach(model, self._offload, rank=self.args.process_index)
-        with self._session.step():
+        with self._open_session(model, self._offload, self.args.process_index).step():
             return super().training_step(model, *args, **kwargs)
 
 
