@@ -38,13 +38,16 @@ def shown(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_an_unmodified_accelerate_script_under_accelerate_launch(settings: dict[str, str], spill: Path) -> None:
+@pytest.mark.parametrize("every", ["1", "4"])
+def test_an_unmodified_accelerate_script_under_accelerate_launch(
+    every: str, settings: dict[str, str], spill: Path
+) -> None:
     script = SCRIPTS / "accelerate_loop.py"
     launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"]
-    plain = shown(python(script, "--lr", "3"))
-    done = python(*launcher, "-m", "tidegate.run", script, "--lr", "3", **settings)
+    plain = shown(python(script, every, "--lr", "3"))
+    done = python(*launcher, "-m", "tidegate.run", script, every, "--lr", "3", **settings)
     assert shown(done) == plain
-    assert plain["arguments"] == ["--lr", "3"]
+    assert plain["arguments"] == [every, "--lr", "3"]
     assert "to disk (posix-" in done.stderr
     assert list(spill.iterdir()) == []
 
@@ -53,9 +56,9 @@ def test_an_unmodified_accelerate_script_under_accelerate_launch(settings: dict[
 def test_two_processes_give_what_plain_ddp_gives(settings: dict[str, str], spill: Path) -> None:
     script = SCRIPTS / "accelerate_loop.py"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    plain = shown(python(*launcher, script))
+    plain = shown(python(*launcher, script, "4"))
     assert (plain["ranks"], plain["kind"]) == (2, "DistributedDataParallel")
-    done = python(*launcher, "-m", "tidegate.run", script, **settings)
+    done = python(*launcher, "-m", "tidegate.run", script, "4", **settings)
     assert shown(done) == plain
     assert done.stderr.count("to disk (posix-") >= 2
     assert list(spill.iterdir()) == []

@@ -501,3 +501,27 @@ def test_a_session_that_saw_no_step_says_so(tmp_path: Path, caplog: pytest.LogCa
     with tidegate.attach(model, config(tmp_path)):
         gradients(model)
     assert "saw no step" not in caplog.text
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_twenty_optimiser_steps_of_a_plain_loop(tmp_path: Path, every: int) -> None:
+    def train(model: nn.Sequential) -> tuple[list[Tensor], list[Tensor]]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch.manual_seed(3)
+        losses = []
+        for index in range(20 * every):
+            loss = model(torch.randn(64, 32)).square().mean() / every
+            loss.backward()
+            losses.append(loss.detach())
+            if (index + 1) % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses, [parameter.detach().clone() for parameter in model.parameters()]
+
+    plain, model = train(build()), build()
+    with tidegate.attach(model, config(tmp_path)) as session:
+        losses, weights = train(model)
+        assert session.stats().moved > 0
+    assert same(losses, plain[0])
+    assert same(weights, plain[1])
+    assert not list(tmp_path.glob("tidegate-*"))

@@ -1,4 +1,7 @@
-"""A plain Accelerate script; prints its losses and a digest of its final weights as JSON."""
+"""A plain Accelerate script of 20 optimiser steps; prints its losses and a digest of its final weights as JSON.
+
+Its argument says how many batches make a step.
+"""
 
 import hashlib
 import json
@@ -11,10 +14,12 @@ from torch.utils.data import DataLoader
 
 
 def main() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    every = int(sys.argv[1])
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=every)
     model = language_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Tokens(80), batch_size=4))
+    tokens = Tokens(20 * every * 4 * accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(tokens, batch_size=4))
     torch.manual_seed(3 + accelerator.process_index)
     losses = []
     for batch in loader:
