@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = ["OffloadPlugin"]
-
-logger = logging.getLogger(__name__)
 
 _Path: TypeAlias = str | os.PathLike[str]
 

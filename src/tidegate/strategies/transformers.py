@@ -66,7 +66,7 @@ class OffloadTrainerCallback(SessionHolder, TrainerCallback, ExportableState):
         self._close_session()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_config": self._config, "_watch": None}
+        return {**vars(self), "_session": None, "_watch": None}  # a subclass may hold more
 
     @override
     def state(self) -> dict[str, Any]:
