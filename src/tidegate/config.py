@@ -36,7 +36,8 @@ class OffloadConfig:
         tiers: Where bytes may go, in order of preference: "host", "disk". On a CPU run the default leaves "host"
             out, since the device is host RAM already.
         device_budget: Device bytes that saved activations may take: "auto" (what measured headroom less a margin
-            allows: nothing moves while all fits), bytes or "8GiB", "30%" of what a step saves, or 0 (everything
+            allows: nothing moves while all fits), "free" (as little as costs no time: the first steps measure, later
+            ones move what their own work hides), bytes or "8GiB", "30%" of what a step saves, or 0 (everything
             eligible moves). On a CPU run the device is RAM.
         host_budget: Bytes of host RAM for moved activations; "auto" is half of the measured headroom.
         disk_budget: Bytes on disk over all paths; "auto" is most of the free space. "50%" is of the free space.
@@ -58,7 +59,7 @@ class OffloadConfig:
     """
 
     tiers: tuple[str, ...]
-    device_budget: int | Percent | Literal["auto"]
+    device_budget: int | Percent | Literal["auto", "free"]
     host_budget: int | Literal["auto"]
     disk_budget: int | Percent | Literal["auto"]
     disk_paths: tuple[str, ...]
@@ -230,11 +231,7 @@ def _is(value: Any, word: str) -> bool:
 
 
 def _device_budget(value: Any) -> int | Percent | str:
-    if _is(value, "free"):
-        raise ConfigError(
-            '"free" needs step times that this version does not measure yet; use "auto", bytes, a percentage or 0'
-        )
-    return _size_or_auto(value)
+    return "free" if _is(value, "free") else _size_or_auto(value)
 
 
 def _size_or_auto(value: Any) -> int | Percent | str:

@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from torch import nn
 
 from tidegate.config import OffloadConfig, Percent
 from tidegate.errors import ConfigError
-from tidegate.memory import headroom
+from tidegate.memory import headroom, probe
+from tidegate.memory.filesystem import filesystem_of
+from tidegate.offload.course import Lane
 from tidegate.offload.engine import Engine
+from tidegate.offload.free import FreeGate
 from tidegate.offload.gate import FixedGate, Gate, HeadroomGate, ShareGate
 from tidegate.offload.storage import owned_storages, sharded_params, unsharded_storages
 from tidegate.offload.tierset import TierSet
-from tidegate.offload.transfer import CpuMover, Mover
+from tidegate.offload.transfer import CpuMover, Mover, Movers
 from tidegate.sizes import format_size
 from tidegate.tiers.disk import DiskTier
 from tidegate.tiers.host import HostTier, SlabPool
@@ -92,7 +96,8 @@ def build_engine(surroundings: Surroundings, config: OffloadConfig, rank: int) -
     """
     rooms = _Rooms(surroundings, config, rank)
     tiers = TierSet([(name, functools.partial(rooms.open, name)) for name in config.tiers])
-    engine = Engine(tiers, _gate(surroundings, config), rooms.mover, window=lambda: rooms.window, verify=config.verify)
+    gate = _gate(surroundings, config, functools.partial(rooms.lane, tiers))
+    engine = Engine(tiers, gate, Movers(rooms.mover), window=lambda: rooms.window, verify=config.verify)
     return engine, tiers
 
 
@@ -104,7 +109,6 @@ class _Rooms:
         self._config = config
         self._rank = rank
         self._paths = usable_disk_paths(config.disk_paths) if "disk" in config.tiers else ()
-        self._movers: dict[torch.device, Mover] = {}
 
     @functools.cached_property
     def window(self) -> int:
@@ -117,11 +121,7 @@ class _Rooms:
         return not self._surroundings.on_cpu if pin == "auto" else pin
 
     def mover(self, device: torch.device) -> Mover:
-        mover = self._movers.get(device)
-        if mover is None:
-            mover = CpuMover() if device.type == "cpu" else self._cuda_mover(device)
-            mover = self._movers.setdefault(device, mover)
-        return mover
+        return CpuMover() if device.type == "cpu" else self._cuda_mover(device)
 
     def _cuda_mover(self, device: torch.device) -> Mover:
         from tidegate.offload.transfer_cuda import CudaMover
@@ -161,6 +161,34 @@ class _Rooms:
                 f"Choose directories that you may write to, on a local file system"
             ) from error
 
+    def lane(self, tiers: TierSet) -> Lane | None:
+        """Measures the way to the first tier that is open, in a second or less."""
+        opened = tiers.open()
+        if not opened:
+            return None
+        tier = opened[0]
+        if isinstance(tier, HostTier):
+            out, back = self._link()
+            return Lane(out, back, capacity=tier.capacity)
+        write, read = self._disk_rates()
+        if self._surroundings.on_cpu:
+            return Lane(write, read, capacity=tier.capacity)
+        out, back = self._link()
+        return Lane(out, back, store=write, load=read, depth=2 * self.window, capacity=tier.capacity)
+
+    def _link(self) -> tuple[float, float]:
+        if self._surroundings.on_cpu:
+            rate = 1e9 * probe.host_copy_rate()
+            return rate, rate
+        link = probe.link_rate(self._surroundings.device)
+        return 1e9 * link.to_host, 1e9 * link.to_device
+
+    def _disk_rates(self) -> tuple[float, float]:
+        """Of all paths together; those on one device share it."""
+        devices = {filesystem_of(path).device: path for path in self._paths}
+        rates = [probe.disk_rate(path, self._config.io_threads) for path in devices.values()]
+        return 1e9 * sum(rate.write for rate in rates), 1e9 * sum(rate.read for rate in rates)
+
     def _disk_capacity(self, free: int) -> int:
         budget = self._config.disk_budget
         if budget == "auto":
@@ -168,13 +196,14 @@ class _Rooms:
         return budget.of(free) if isinstance(budget, Percent) else budget
 
 
-def _gate(surroundings: Surroundings, config: OffloadConfig) -> Gate:
+def _gate(surroundings: Surroundings, config: OffloadConfig, lane: Callable[[], Lane | None]) -> Gate:
     budget = config.device_budget
     if isinstance(budget, Percent):
         return ShareGate(budget.share)
     if isinstance(budget, int):
         return FixedGate(budget)
-    return HeadroomGate(
+    by_headroom = HeadroomGate(
         lambda: headroom.device_headroom(surroundings.device),
         lambda: headroom.auto_margin(surroundings.device),
     )
+    return FreeGate(lane, by_headroom) if budget == "free" else by_headroom

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 
 import torch
@@ -27,7 +27,7 @@ from tidegate.offload.stats import OffloadStats
 from tidegate.offload.step import Step
 from tidegate.offload.storage import StorageKey, ViewSpec
 from tidegate.offload.tierset import TierSet
-from tidegate.offload.transfer import Mover, checksum, rebuild
+from tidegate.offload.transfer import Mover, Movers, checksum, rebuild
 from tidegate.offload.unit import Arrival, Body, Outcome, State, Unit, VersionGuard
 
 __all__ = ["Engine"]
@@ -41,7 +41,7 @@ class Engine:
     Args:
         tiers: Opens and lists the tiers.
         gate: Decides how much leaves.
-        mover_for: Gives the mover of a device.
+        movers: Give the mover of a device.
         window: Gives the bytes that may be in flight, each way; asked once, when the first bytes leave.
         verify: Checksum every unit when it leaves and when it is back.
     """
@@ -50,7 +50,7 @@ class Engine:
         self,
         tiers: TierSet,
         gate: Gate,
-        mover_for: Callable[[torch.device], Mover],
+        movers: Movers,
         *,
         window: Callable[[], int],
         verify: bool,
@@ -59,7 +59,7 @@ class Engine:
         self.closed = False
         self._ask_window = window
         self._tiers = tiers
-        self._mover_for = mover_for
+        self._mover_for = movers
         self._verify = verify
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -107,29 +107,35 @@ class Engine:
             step: The step that saves it.
         """
         leavers: list[Unit] = []
+        steered: Unit | None = None
         with self._lock, self._books:
             self._bury()
             unit = self._units.get(key)
             body = None if unit is None or not unit.holds(guard, self._scope) else unit.body()
             if unit is None or body is None:
                 unit, body = self._create(tensor, guard, key)
-                step.eligible += unit.nbytes
+                step.create(unit)
+                steered = self._steer(unit, step)
                 leavers = self._over_budget(unit.nbytes)
-            elif unit.checksum is not None and not key.span.dense:
-                self._check(unit, tensor, 0)
+            else:
+                self._saved_again(unit, tensor, key)
             unit.handles += 1
             handle = SavedHandle(self, unit, body, view, guard, step, step.add(unit))
         with self._books:
+            if steered is not None:
+                self._depart(steered, wait=False)
             for leaver in leavers:
-                self._depart(leaver)
+                self._depart(leaver, wait=True)
         return handle
 
     def left(self, step: Step) -> None:
         """A thread left the step. One in which nothing was saved ends at once."""
-        if not step.order:
-            with self._lock, self._books:
-                self._bury()
+        with self._lock, self._books:
+            self._bury()
+            if not step.order:
                 self._end(step)
+            elif step.pilot is not None and step.pilot.complete:
+                self._let_go(step, step.pilot.turns())
 
     def exclude(self, nbytes: int) -> None:
         """Books saved bytes that may not move."""
@@ -166,6 +172,40 @@ class Engine:
         self._ledger.occupy(nbytes)
         return unit, body
 
+    def _saved_again(self, unit: Unit, tensor: Tensor, key: StorageKey) -> None:
+        stream = self._mover_for(unit.device).producer()
+        if stream != unit.producer and stream not in unit.savers:
+            unit.savers += (stream,)
+        if unit.checksum is not None and not key.span.dense:
+            self._check(unit, tensor, 0)
+
+    def _steer(self, unit: Unit, step: Step) -> Unit | None:
+        """Tells the step's pilot of a new unit; returns the unit if it is to leave."""
+        if self.closed:
+            return None
+        mover = self._mover_for(unit.device)
+        if not unit.number:
+            step.pilot = self.gate.pilot(unit.nbytes, mover)
+        pilot = step.pilot
+        if pilot is None or pilot.clock is not mover:
+            return None
+        leaves = pilot.saved(unit.nbytes)
+        self._let_go(step, pilot.over())
+        if not leaves:
+            return None
+        del self._staying[id(unit)]
+        self._staying_bytes -= unit.nbytes
+        return unit
+
+    def _let_go(self, step: Step, numbers: Sequence[int]) -> None:
+        """Lets go of the device memory of units whose copies are over by now in stream order."""
+        for number in numbers:
+            unit = step.units[number]
+            mover = self._mover_for(unit.device)
+            if unit.state is State.LEAVING and not mover.vacates_when_stored:
+                mover.release(unit)
+                self.vacate(unit)
+
     def _over_budget(self, arrived: int) -> list[Unit]:
         if self.closed:
             return []
@@ -180,20 +220,21 @@ class Engine:
 
     # Leaving
 
-    def _depart(self, unit: Unit) -> None:
-        """Starts moving a unit to the first tier that has room; waits, without the lock, for the window."""
+    def _depart(self, unit: Unit, *, wait: bool) -> None:
+        """Starts moving a unit to the first tier that has room; waits for the window, if it may, without the lock."""
         mover = self._mover_for(unit.device)
-        mover.make_room(self, unit.nbytes)
+        if wait:
+            mover.make_room(self, unit.nbytes)
         body = unit.body()
         if body is None or not unit.intact():
             return
         for tier in self._tiers.open():
             if tier.name in unit.refused:
                 continue
-            lease = tier.reserve(unit.nbytes, mover.lease_phase(unit))
+            lease = mover.reserve(unit, tier)
             if lease is None:
                 continue
-            if not mover.stage(unit, tier):
+            if not mover.stage(unit, tier, wait=wait):
                 tier.free(lease)
                 continue
             with self._lock, self._books:
@@ -205,7 +246,8 @@ class Engine:
                 unit.tier, unit.lease = tier, lease
                 if self._verify:
                     assert unit.source is not None
-                    unit.checksum = checksum(unit.source, unit.key.span.start + unit.source_shift, unit.nbytes)
+                    with mover.saving(unit):
+                        unit.checksum = checksum(unit.source, unit.key.span.start + unit.source_shift, unit.nbytes)
                 unit.future = future = mover.leave(unit)
                 unit.state = State.LEAVING
                 self._leaving_bytes += unit.nbytes
@@ -300,6 +342,7 @@ class Engine:
                 unit = oldest()
                 if unit is None:
                     return
+                self._mover_for(unit.device).release(unit)
                 self.vacate(unit)
 
     # Coming back
@@ -365,6 +408,9 @@ class Engine:
             self._bury()
             self._regions.unpacked(step)
             starts = step.reached(handle.index, torch._C._current_graph_task_id())
+            if step.pilot is not None:
+                self._let_go(step, step.pilot.turns())
+                step.pilot.used(handle.index, step.number(handle.unit))
         if starts:
             self.new_scope()
             Variable._execution_engine.queue_callback(lambda: self._backward_ended(step))
@@ -372,6 +418,8 @@ class Engine:
     def _backward_ended(self, step: Step) -> None:
         with self._lock, self._books:
             self._bury()
+            if step.pilot is not None:
+                step.pilot.ends()
             self._end(step)
             device = step.order[-1].device if step.order else None
         if device is not None:
@@ -418,17 +466,24 @@ class Engine:
         return arrival
 
     def _prefetch(self, step: Step) -> None:
-        """Starts bringing back what backward needs next, as far ahead as the window allows."""
-        while self._coming_bytes < self.window and not self.closed:
+        """Starts bringing back what backward needs next, as far ahead as the window (or the step's course) allows."""
+        pilot = step.pilot
+        window = self.window if pilot is None else max(self.window, pilot.early)
+        while self._coming_bytes < window and not self.closed:
             unit = step.next_needed()
             if unit is None:
                 return
-            if self._coming_bytes and self._coming_bytes + unit.nbytes > self.window:
+            due = None if pilot is None else pilot.may_read(step.number(unit), step.lowest)
+            if due is None and step.ahead() > self.window:  # what is kept in between is a distance, too
+                return
+            if self._coming_bytes and self._coming_bytes + unit.nbytes > window:
                 return
             if unit.state is State.LEAVING and not unit.claimed:
                 self._claim(unit)
                 self._retain(unit)
             elif unit.state is State.AWAY and unit.arrival is None:
+                if due is False:
+                    return
                 try:
                     if self._arrival(unit, self._mover_for(unit.device)) is None:
                         return
@@ -564,11 +619,10 @@ class Engine:
         if self._nowhere:
             _log.warning("nothing moved in the first step: no tier took what should have moved")
         elif eligible:
-            _log.warning(
-                "nothing moved in the first step: its %d bytes of saved tensors fit on the device. "
-                "device_budget says how much may stay; 0 moves everything eligible",
-                eligible,
-            )
+            why = self.gate.idle(eligible)
+            self._said_idle = why is not None
+            if why is not None:
+                _log.warning(why)
         else:
             _log.warning("nothing moved in the first step: no saved tensor is as large as min_bytes and free to move")
 
@@ -599,7 +653,11 @@ class Engine:
                 return
             self.closed = True
             self._changed.notify_all()
+        for mover in self._mover_for:
+            mover.quiesce()
         self._tiers.close()
+        for mover in self._mover_for:
+            mover.quiesce()  # a reader may have started a last copy
 
     def stay_behind(self) -> None:
         """In a forked child: moves nothing more, and touches nothing that belongs to the parent."""

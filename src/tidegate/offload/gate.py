@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tidegate.offload.free import Clock, Pilot
 
 __all__ = ["FixedGate", "Gate", "HeadroomGate", "ShareGate"]
 
@@ -28,9 +31,32 @@ class Gate(Protocol):
         """Learns the eligible bytes of a finished step."""
         ...
 
+    def pilot(self, nbytes: int, clock: Clock) -> Pilot | None:
+        """Begins a step whose first unit has `nbytes`: what steers its units one by one, if anything does."""
+        ...
+
+    def idle(self, eligible: int) -> str | None:
+        """What to say of a step in which nothing moved, if it is time to say it."""
+        ...
+
+
+class _ByBytes:
+    """A gate that does not look at single units."""
+
+    __slots__ = ()
+
+    def pilot(self, nbytes: int, clock: Clock) -> None:
+        return None
+
+    def idle(self, eligible: int) -> str | None:
+        return (
+            f"nothing moved in the first step: its {eligible} bytes of saved tensors fit on the device. "
+            f"device_budget says how much may stay; 0 moves everything eligible"
+        )
+
 
 @dataclass(slots=True)
-class FixedGate:
+class FixedGate(_ByBytes):
     """Keeps at most `budget` bytes; 0 moves everything."""
 
     budget: int
@@ -43,7 +69,7 @@ class FixedGate:
 
 
 @dataclass(slots=True)
-class ShareGate:
+class ShareGate(_ByBytes):
     """Keeps a share of what a step saves. The first step is not known yet, so all of it moves."""
 
     share: float
@@ -57,7 +83,7 @@ class ShareGate:
 
 
 @dataclass(slots=True)
-class HeadroomGate:
+class HeadroomGate(_ByBytes):
     """Moves nothing while measured headroom stays above a margin.
 
     Args:

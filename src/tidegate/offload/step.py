@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tidegate.offload.unit import Unit
+
+if TYPE_CHECKING:
+    from tidegate.offload.free import Pilot
 
 __all__ = ["HookPair", "Step", "StepStack"]
 
@@ -25,7 +28,10 @@ class Step:
         order: Units by save; a unit saved again appears again.
         alive: Handles that may still be unpacked.
         cursor: Prefetch has looked at every index from here up.
+        lowest: Smallest index that backward has used.
         eligible: Bytes of the distinct units saved in it.
+        units: Those units, by number.
+        pilot: What steers them, if anything does.
         task: Autograd's graph task that is running over it.
         ended: No further forward joins.
     """
@@ -33,21 +39,44 @@ class Step:
     order: list[Unit] = field(default_factory=list)
     alive: int = 0
     cursor: int = 0
+    lowest: int = 0
     eligible: int = 0
+    units: list[Unit] = field(default_factory=list)
+    pilot: Pilot | None = None
     task: int = -1
     ended: bool = False
+    _passed: list[int] = field(default_factory=list)
+
+    def create(self, unit: Unit) -> None:
+        """The step's next unit."""
+        unit.home, unit.number = id(self), len(self.units)
+        self.units.append(unit)
+        self.eligible += unit.nbytes
 
     def add(self, unit: Unit) -> int:
         """Appends a save and returns its index."""
         self.order.append(unit)
+        self._passed.append(self.eligible)
         self.alive += 1
-        self.cursor = len(self.order)
+        self.cursor = self.lowest = len(self.order)
         return len(self.order) - 1
 
     def clear(self) -> None:
         """Forgets the saves; no handle is left."""
         self.order.clear()
-        self.cursor = 0
+        self.units.clear()
+        self._passed.clear()
+        self.cursor = self.lowest = 0
+
+    def number(self, unit: Unit) -> int:
+        """The unit's number in this step; -1 if an earlier one created it."""
+        return unit.number if unit.home == id(self) else -1
+
+    def ahead(self) -> int:
+        """Bytes of the units between what backward uses now and what prefetch looks at, kept ones included."""
+        if not 0 < self.cursor <= self.lowest < len(self._passed):
+            return 0
+        return self._passed[self.lowest] - self._passed[self.cursor - 1]
 
     def reached(self, index: int, task: int) -> bool:
         """Backward unpacks the save at `index`; returns whether this backward is new to the step.
@@ -59,8 +88,9 @@ class Step:
         starts = task not in (-1, self.task)
         if starts:
             self.task = task
-            self.cursor = len(self.order)
+            self.cursor = self.lowest = len(self.order)
         self.cursor = min(self.cursor, index)
+        self.lowest = min(self.lowest, index)
         return starts
 
     def next_needed(self) -> Unit | None:

@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import mmap
 import threading
+import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +21,7 @@ from tidegate.offload.storage import ViewSpec
 from tidegate.offload.unit import Arrival, Unit
 from tidegate.tiers.tier import ALIGNMENT, Buffer, Tier, align_up
 
-__all__ = ["CpuMover", "Mover", "Window", "byte_view", "checksum", "rebuild", "restore_buffer"]
+__all__ = ["CpuMover", "Mover", "Movers", "Window", "byte_view", "checksum", "rebuild", "restore_buffer"]
 
 
 class Window(Protocol):
@@ -32,26 +35,27 @@ class Window(Protocol):
 class Mover(Protocol):
     """Moves the units of one device.
 
-    `leave`, `bring`, `stored`, `unstage`, `abandon` and `drop` run under the engine's lock and never wait.
+    `leave`, `release`, `bring`, `stored`, `unstage`, `abandon`, `free` and `drop` run under the engine's lock and never
+    wait. A mover is the clock of its device, too.
     """
 
     vacates_when_stored: bool
     """Whether device memory may go as soon as the write has ended; otherwise in stream order."""
 
     def producer(self) -> Any:
-        """What must happen before the bytes saved now may be copied, if not the compute stream's work."""
+        """The stream that saves now."""
         ...
 
-    def lease_phase(self, unit: Unit) -> int:
-        """Page phase of the host memory that the tier will see."""
+    def reserve(self, unit: Unit, tier: Tier) -> Any | None:
+        """Takes room in `tier`; None when there is none."""
         ...
 
     def make_room(self, window: Window, nbytes: int) -> None:
         """Waits until `nbytes` more may be in flight."""
         ...
 
-    def stage(self, unit: Unit, tier: Tier) -> bool:
-        """Takes what the way to `tier` needs, waiting if it must; False when it cannot be had."""
+    def stage(self, unit: Unit, tier: Tier, *, wait: bool) -> bool:
+        """Takes what the way to `tier` needs, waiting if it may and must; False when it cannot be had."""
         ...
 
     def unstage(self, unit: Unit) -> None:
@@ -64,6 +68,10 @@ class Mover(Protocol):
 
     def stored(self, unit: Unit) -> None:
         """The tier has the bytes."""
+        ...
+
+    def release(self, unit: Unit) -> None:
+        """Orders the unit's copy before whatever will use its device memory next."""
         ...
 
     def settle(self, nbytes: int) -> None:
@@ -86,9 +94,60 @@ class Mover(Protocol):
         """The arrival's memory is about to be let go, used or not."""
         ...
 
-    def drop(self, unit: Unit) -> None:
-        """The unit is dead: frees its lease as soon as that is safe."""
+    def free(self, unit: Unit, tier: Tier, lease: Any) -> None:
+        """Frees a lease that the unit no longer needs, as soon as that is safe."""
         ...
+
+    def drop(self, unit: Unit) -> None:
+        """The unit is dead: frees what its way took, its lease included."""
+        ...
+
+    def saving(self, unit: Unit) -> AbstractContextManager[Any]:
+        """What is computed inside comes after what the unit's stream had to do when it saved."""
+        ...
+
+    def quiesce(self) -> None:
+        """Waits until no copy uses host memory."""
+        ...
+
+    def stamp(self) -> Any:
+        """Marks a moment of the current stream."""
+        ...
+
+    def passed(self, stamp: Any) -> bool:
+        """Whether the moment is over."""
+        ...
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Time between two moments that are over."""
+        ...
+
+    def watch_rates(self, on: bool) -> None:
+        """Times the copies from now on, or no longer."""
+        ...
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """Bytes a second of the copies out and in since the last call, where that is known."""
+        ...
+
+
+class Movers:
+    """The movers of a session, one a device, made when they are first needed.
+
+    Args:
+        make: Makes the mover of a device.
+    """
+
+    def __init__(self, make: Callable[[torch.device], Mover]) -> None:
+        self._make = make
+        self._movers: dict[torch.device, Mover] = {}
+
+    def __call__(self, device: torch.device) -> Mover:
+        mover = self._movers.get(device)
+        return self._movers.setdefault(device, self._make(device)) if mover is None else mover
+
+    def __iter__(self) -> Iterator[Mover]:
+        return iter(tuple(self._movers.values()))
 
 
 def byte_view(tensor: Tensor, start: int, nbytes: int) -> Tensor:
@@ -152,13 +211,13 @@ class CpuMover:
     def producer(self) -> None:
         return None
 
-    def lease_phase(self, unit: Unit) -> int:
-        return self._address(unit) % ALIGNMENT
+    def reserve(self, unit: Unit, tier: Tier) -> Any | None:
+        return tier.reserve(unit.nbytes, self._address(unit) % ALIGNMENT)
 
     def make_room(self, window: Window, nbytes: int) -> None:
         window.wait_for_room(nbytes)
 
-    def stage(self, unit: Unit, tier: Tier) -> bool:
+    def stage(self, unit: Unit, tier: Tier, *, wait: bool) -> bool:
         return True
 
     def unstage(self, unit: Unit) -> None:
@@ -169,6 +228,9 @@ class CpuMover:
         return unit.tier.write(unit.lease, Buffer(self._address(unit), unit.nbytes, unit.source, unit.intact))
 
     def stored(self, unit: Unit) -> None:
+        pass
+
+    def release(self, unit: Unit) -> None:
         pass
 
     def settle(self, nbytes: int) -> None:
@@ -195,9 +257,33 @@ class CpuMover:
         if arrival.future is not None:
             arrival.future.cancel()
 
+    def free(self, unit: Unit, tier: Tier, lease: Any) -> None:
+        tier.free(lease)
+
     def drop(self, unit: Unit) -> None:
         if unit.tier is not None and unit.lease is not None:
             unit.tier.free(unit.lease)
+
+    def saving(self, unit: Unit) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def quiesce(self) -> None:
+        pass
+
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def passed(self, stamp: float) -> bool:
+        return True
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def watch_rates(self, on: bool) -> None:
+        pass
+
+    def rates(self) -> tuple[None, None]:
+        return None, None
 
     @staticmethod
     def _address(unit: Unit) -> int:

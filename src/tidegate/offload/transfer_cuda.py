@@ -1,16 +1,19 @@
 """The CUDA mover: copy streams, pinned staging, and release of device memory in stream order.
 
 The CPU enqueues a whole forward long before the GPU has run it, so polling for finished copies would free
-nothing. Device memory is let go when the in-flight window is full: the compute stream is made to wait for the
-oldest copy, and the allocator may then hand the block to later work of that stream.
+nothing. Device memory is let go at a release point (the in-flight window is full, or the course of the step says that
+the copy is over): the stream that saved the bytes is made to wait for the copy, and the allocator may then hand the
+block to later work of that stream. Host memory is used again in the same way: the next copy into a span waits, on the
+device, for the last copy from it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from tidegate.offload.transfer import Window, byte_view, restore_buffer
 from tidegate.offload.unit import Arrival, State, Unit
-from tidegate.tiers.host import SlabPool
+from tidegate.tiers.host import HostLease, HostTier, SlabPool
 from tidegate.tiers.tier import Buffer, Tier
 
 __all__ = ["CudaMover"]
@@ -47,12 +50,21 @@ class _Route:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+@dataclass(slots=True, eq=False)
+class _Timed:
+    """A copy between two events, for measuring the link while training runs."""
+
+    nbytes: int
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+
 class CudaMover:
     """Moves units of one GPU through pinned host memory.
 
     Args:
         device: The GPU.
-        staging: Opens the pinned pool through which bytes pass on their way to a tier that the GPU cannot reach.
+        staging: Opens the pool through which bytes pass on their way to a tier that the copy engine cannot reach.
     """
 
     vacates_when_stored = False
@@ -64,42 +76,121 @@ class CudaMover:
         self._leaving: deque[Unit] = deque()
         self._open_staging = staging
         self._pool: SlabPool | None = None
+        self._pool_lock = threading.Lock()
         self._later: deque[tuple[tuple[torch.cuda.Event, ...], Callable[[], None]]] = deque()
         self._later_lock = threading.Lock()
-        self._default = torch.cuda.default_stream(device)
+        self._dying: deque[tuple[tuple[torch.cuda.Event, ...], HostTier, HostLease]] = deque()
+        self._dying_lock = threading.Lock()
+        self._reclaimed: deque[torch.cuda.Event] = deque()  # memory that these still use must not be unmapped
+        self._outward: deque[_Timed] = deque(maxlen=4096)
+        self._inward: deque[_Timed] = deque(maxlen=4096)
+        self._watching = False
 
-    def producer(self) -> torch.cuda.Stream | None:
-        stream = torch.cuda.current_stream(self._device)
-        return None if stream == self._default else stream
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of page-locked memory mapped for staging."""
+        return 0 if self._pool is None else self._pool.mapped
 
-    def lease_phase(self, unit: Unit) -> int:
-        return 0
+    def producer(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def saving(self, unit: Unit) -> torch.cuda.StreamContext:
+        return torch.cuda.stream(unit.producer)
+
+    def quiesce(self) -> None:
+        self._out.synchronize()
+        self._in.synchronize()
+
+    # Time
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, stamp: torch.cuda.Event) -> bool:
+        return bool(stamp.query())
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(start.elapsed_time(end)) / 1e3
 
     # Out
+
+    def reserve(self, unit: Unit, tier: Tier) -> Any | None:
+        """Takes room in a tier. Spans of dead units come first, in stream order; then new memory is pinned."""
+        if not isinstance(tier, HostTier):
+            return tier.reserve(unit.nbytes, 0)
+        self._reclaim()
+        lease = tier.reserve(unit.nbytes, 0, grow=False)
+        while lease is None and self._reclaim_oldest():
+            lease = tier.reserve(unit.nbytes, 0, grow=False)
+        if lease is None:
+            lease = tier.reserve(unit.nbytes, 0, trim=not self._reclaimed)
+        if lease is None and self._reclaimed:
+            for event in self._reclaimed:
+                event.synchronize()
+            self._reclaimed.clear()
+            lease = tier.reserve(unit.nbytes, 0)
+        return lease
+
+    def _reclaim(self) -> None:
+        """Frees the spans of dead units whose copies are over."""
+        with self._dying_lock:
+            while self._dying and all(event.query() for event in self._dying[0][0]):
+                _, tier, lease = self._dying.popleft()
+                tier.free(lease)
+            while self._reclaimed and self._reclaimed[0].query():
+                self._reclaimed.popleft()
+
+    def _reclaim_oldest(self) -> bool:
+        """Frees a span that copies may still use: whatever is copied there next waits for them on the device."""
+        with self._dying_lock:
+            if not self._dying:
+                return False
+            events, tier, lease = self._dying.popleft()
+        for event in events:
+            self._out.wait_event(event)
+        self._reclaimed.extend(events)
+        tier.free(lease)
+        return True
 
     def make_room(self, window: Window, nbytes: int) -> None:
         self._run_later()
         window.vacate_while(nbytes, self._oldest)
 
     def _oldest(self) -> Unit | None:
-        """Makes the current stream wait for the oldest copy still in flight and returns its unit."""
+        """The unit whose copy has been in flight for longest."""
         while self._leaving:
             unit = self._leaving.popleft()
             if unit.state is State.LEAVING and unit.departure is not None:
-                torch.cuda.current_stream(self._device).wait_event(unit.departure.copied)
                 return unit
         return None
 
-    def stage(self, unit: Unit, tier: Tier) -> bool:
+    def release(self, unit: Unit) -> None:
+        """Makes the stream that saved the unit wait for its copy, so that its memory may be used again after that.
+
+        `record_stream` costs nothing where the memory was allocated for that stream; it holds the block back where
+        it was allocated for another one, or other streams have saved the unit too.
+        """
+        if unit.departure.copied is None:
+            return
+        unit.producer.wait_event(unit.departure.copied)
+        source = unit.source
+        if source is not None:
+            for stream in (unit.producer, *unit.savers):
+                source.record_stream(stream)
+
+    def stage(self, unit: Unit, tier: Tier, *, wait: bool) -> bool:
         unit.departure = _Departure()
-        if tier.name == "host":
+        if isinstance(tier, HostTier):
             return True
         pool = self._staging()
         while True:
-            unit.departure.slab = pool.reserve_blocking(unit.nbytes, timeout=0.05)
+            self._run_later()
+            unit.departure.slab = pool.reserve_blocking(unit.nbytes, timeout=0.05 if wait else 0.0)
             if unit.departure.slab is not None:
                 return True
-            if unit.nbytes > pool.capacity or not (self._run_later() or pool.used):
+            if not wait or unit.nbytes > pool.capacity or not (self._run_later() or pool.used):
                 return False
 
     def unstage(self, unit: Unit) -> None:
@@ -122,13 +213,11 @@ class CudaMover:
         start = unit.key.span.start + unit.source_shift
         source = byte_view(unit.source, start, unit.nbytes)
         slab = departure.slab if departure.slab is not None else unit.lease
-        stream = unit.producer or torch.cuda.current_stream(self._device)
-        self._out.wait_event(stream.record_event())
+        self._out.wait_event(unit.producer.record_event())
         with torch.cuda.stream(self._out):
-            slab.tensor[: unit.nbytes].copy_(source, non_blocking=True)
-        departure.copied = self._out.record_event()
-        if unit.producer is not None:
-            source.record_stream(self._out)
+            with self._timed(self._out, unit.nbytes, self._outward):
+                slab.tensor[: unit.nbytes].copy_(source, non_blocking=True)
+            departure.copied = self._out.record_event()
         while self._leaving and self._leaving[0].state is not State.LEAVING:
             self._leaving.popleft()
         self._leaving.append(unit)
@@ -152,7 +241,7 @@ class CudaMover:
     def bring(self, unit: Unit) -> Arrival | None:
         departure: _Departure = unit.departure
         slab = departure.slab
-        if slab is None and unit.tier is not None and unit.tier.name == "host":
+        if slab is None and isinstance(unit.tier, HostTier):
             slab = unit.lease
         staged = None
         if slab is None:
@@ -186,7 +275,8 @@ class CudaMover:
 
     def _copy_in(self, route: _Route, slab: Any, target: Tensor) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._in):
-            target.copy_(slab.tensor[: target.numel()], non_blocking=True)
+            with self._timed(self._in, target.numel(), self._inward):
+                target.copy_(slab.tensor[: target.numel()], non_blocking=True)
             route.ready = self._in.record_event()
 
     def _free_staged(self, route: _Route, slab: Any) -> None:
@@ -222,17 +312,22 @@ class CudaMover:
             arrival.future.add_done_callback(lambda done: base.record_stream(self._in))
 
     def drop(self, unit: Unit) -> None:
-        tier, lease, departure = unit.tier, unit.lease, unit.departure
+        departure = unit.departure
         if departure is None:
             return
-        events = tuple(event for event in (departure.copied, departure.read) if event is not None)
         if unit.future is None or unit.future.done():
             self._drop_slab(departure)
-        if tier is not None and lease is not None:
-            if tier.name == "host":
-                self._after(events, lambda: tier.free(lease))
-            else:
-                tier.free(lease)
+        if unit.tier is not None and unit.lease is not None:
+            self.free(unit, unit.tier, unit.lease)
+
+    def free(self, unit: Unit, tier: Tier, lease: Any) -> None:
+        if not isinstance(tier, HostTier):
+            tier.free(lease)
+            return
+        departure: _Departure = unit.departure
+        events = tuple(event for event in (departure.copied, departure.read) if event is not None)
+        with self._dying_lock:
+            self._dying.append((events, tier, lease))
 
     def _drop_slab(self, departure: _Departure) -> None:
         if departure.slab is not None and departure.users:
@@ -262,6 +357,37 @@ class CudaMover:
         return left
 
     def _staging(self) -> SlabPool:
-        if self._pool is None:
-            self._pool = self._open_staging()
-        return self._pool
+        with self._pool_lock:
+            if self._pool is None:
+                self._pool = self._open_staging()
+            return self._pool
+
+    # Rates
+
+    def watch_rates(self, on: bool) -> None:
+        """Times the copies from now on, or no longer."""
+        self._watching = on
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """Bytes a second of the copies out and in that are over, since the last call; None where there was none."""
+        return _rate(self._outward), _rate(self._inward)
+
+    @contextmanager
+    def _timed(self, stream: torch.cuda.Stream, nbytes: int, book: deque[_Timed]) -> Iterator[None]:
+        if not self._watching:
+            yield
+            return
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record(stream)
+        yield
+        ended.record(stream)
+        book.append(_Timed(nbytes, began, ended))
+
+
+def _rate(book: deque[_Timed]) -> float | None:
+    nbytes, seconds = 0, 0.0
+    while book and book[0].ended.query():
+        copy = book.popleft()
+        nbytes += copy.nbytes
+        seconds += copy.began.elapsed_time(copy.ended) / 1e3
+    return nbytes / seconds if seconds else None

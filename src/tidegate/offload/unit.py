@@ -158,7 +158,9 @@ class Unit:
         scope: The forward that saved it.
         source_shift: Byte b of the original storage is byte b + shift of the source's storage.
         memory: Address and bytes of the source's storage.
-        producer: What the mover must wait for before it copies, if not the compute stream.
+        producer: The stream that saved it.
+        savers: Other streams that have saved it since.
+        home, number: The step that created it, and its number among the units of that step.
         state: Where the bytes are.
         tier, lease, future: Where they go or are, and the write.
         departure: What the mover must remember of the way out.
@@ -185,6 +187,9 @@ class Unit:
     scope: int
     memory: tuple[int, int]
     producer: Any = None
+    savers: tuple[Any, ...] = ()
+    home: int = 0
+    number: int = -1
     state: State = State.RESIDENT
     tier: Tier | None = None
     lease: Any = None

@@ -82,10 +82,17 @@ class SlabPool:
         with self._lock:
             return sum(room.slab.nbytes for room in self._rooms if room.slab.pinned)
 
-    def reserve(self, nbytes: int, phase: int = 0) -> HostLease | None:
-        """Takes a span, or None when there is no room."""
+    def reserve(self, nbytes: int, phase: int = 0, *, grow: bool = True, trim: bool = True) -> HostLease | None:
+        """Takes a span, or None when there is no room.
+
+        Args:
+            nbytes: Bytes.
+            phase: Page phase of the span.
+            grow: Whether the pool may map another slab.
+            trim: Whether it may unmap slabs that hold nothing in order to do so.
+        """
         with self._lock:
-            return self._reserve(nbytes, phase)
+            return self._reserve(nbytes, phase, grow=grow, trim=trim)
 
     def reserve_blocking(self, nbytes: int, timeout: float | None = None) -> HostLease | None:
         """Takes a span, waiting for room; None when the wait is over or the pool could never hold it."""
@@ -94,7 +101,7 @@ class SlabPool:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             while True:
-                lease = self._reserve(nbytes, 0)
+                lease = self._reserve(nbytes, 0, grow=True, trim=True)
                 if lease is not None or self._closed:
                     return lease
                 left = None if deadline is None else deadline - time.monotonic()
@@ -121,7 +128,7 @@ class SlabPool:
             self._rooms.clear()
             self._freed.notify_all()
 
-    def _reserve(self, nbytes: int, phase: int) -> HostLease | None:
+    def _reserve(self, nbytes: int, phase: int, *, grow: bool, trim: bool) -> HostLease | None:
         if self._closed:
             return None
         need = align_up(phase + nbytes)
@@ -129,9 +136,12 @@ class SlabPool:
             offset = room.extents.alloc(need)
             if offset is not None:
                 return self._lease(room, offset, nbytes, phase)
+        if not grow:
+            return None
         room_size = max(need, min(self._slab_bytes, self.capacity - self._mapped()))
         if self._mapped() + room_size > self.capacity:
-            self._trim()
+            if trim:
+                self._trim()
             room_size = max(need, min(self._slab_bytes, self.capacity - self._mapped()))
             if self._mapped() + room_size > self.capacity:
                 return None
@@ -205,9 +215,9 @@ class HostTier:
         """Bytes mapped."""
         return self._pool.mapped
 
-    def reserve(self, nbytes: int, phase: int = 0) -> HostLease | None:
-        """Takes a span, or None when the tier is full."""
-        return self._pool.reserve(nbytes, phase)
+    def reserve(self, nbytes: int, phase: int = 0, *, grow: bool = True, trim: bool = True) -> HostLease | None:
+        """Takes a span, or None when the tier is full; as SlabPool.reserve."""
+        return self._pool.reserve(nbytes, phase, grow=grow, trim=trim)
 
     def write(self, lease: HostLease, source: Buffer, *, after: Callable[[], None] | None = None) -> Future[int]:
         """Starts copying `source` into the lease."""
