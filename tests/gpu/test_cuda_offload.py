@@ -80,7 +80,9 @@ def config(tmp_path: Path, **changes: object) -> OffloadConfig:
 def assert_balanced(session: OffloadSession) -> None:
     stats = session.stats()
     for tier, written in stats.written.items():
-        accounted = sum(book.get(tier, 0) for book in (stats.read, stats.forwarded, stats.dropped, stats.pending))
+        accounted = sum(
+            book.get(tier, 0) for book in (stats.read, stats.forwarded, stats.dropped, stats.demoted, stats.pending)
+        )
         assert written == accounted
     assert stats.resident == 0
 

@@ -110,7 +110,9 @@ def offloaded_run(
 def assert_balanced(stats: OffloadStats) -> None:
     """Asserts that every written byte is accounted for, tier by tier."""
     for tier, written in stats.written.items():
-        ends = {name: getattr(stats, name).get(tier, 0) for name in ("read", "forwarded", "dropped", "pending")}
+        ends = {
+            name: getattr(stats, name).get(tier, 0) for name in ("read", "forwarded", "dropped", "demoted", "pending")
+        }
         assert written == sum(ends.values()), f"{tier}: {written} bytes written, {ends}"
 
 

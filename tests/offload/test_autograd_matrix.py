@@ -79,7 +79,7 @@ def gradients(model: nn.Module, program: Callable[[nn.Module], None]) -> list[Te
 def assert_books_balance(session: OffloadSession) -> None:
     stats = session.stats()
     for tier, written in stats.written.items():
-        books = (stats.read, stats.forwarded, stats.dropped, stats.pending)
+        books = (stats.read, stats.forwarded, stats.dropped, stats.demoted, stats.pending)
         assert written == sum(book.get(tier, 0) for book in books), (tier, stats)
 
 

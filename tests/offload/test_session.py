@@ -442,7 +442,7 @@ def test_reset_starts_new_books(tmp_path: Path) -> None:
         gradients(model)
         stats = session.stats()
         assert stats.written["disk"] == sum(
-            book.get("disk", 0) for book in (stats.read, stats.forwarded, stats.dropped, stats.pending)
+            book.get("disk", 0) for book in (stats.read, stats.forwarded, stats.dropped, stats.demoted, stats.pending)
         )
         assert stats.modes["disk"].startswith("posix-")
         assert isinstance(stats.to_dict()["written"], dict)

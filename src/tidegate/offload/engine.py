@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tidegate.errors import CorruptionError, SessionClosedError
+from tidegate.offload.cascade import Cascade, Onward
 from tidegate.offload.compiled import RegionWatch
 from tidegate.offload.gate import Gate
 from tidegate.offload.handle import Grave, SavedHandle
@@ -29,6 +30,7 @@ from tidegate.offload.storage import StorageKey, ViewSpec
 from tidegate.offload.tierset import TierSet
 from tidegate.offload.transfer import Mover, Movers, checksum, rebuild
 from tidegate.offload.unit import Arrival, Body, Outcome, State, Unit, VersionGuard
+from tidegate.tiers.tier import ALIGNMENT, Buffer, Tier
 
 __all__ = ["Engine"]
 
@@ -80,6 +82,8 @@ class Engine:
         self._staying_bytes = 0
         self._leaving_bytes = 0
         self._coming_bytes = 0
+        self._cascade: Cascade | None = None
+        self._is_open = False
         self._moved = False
         self._nowhere = False
         self._said_idle = False
@@ -228,10 +232,14 @@ class Engine:
         body = unit.body()
         if body is None or not unit.intact():
             return
-        for tier in self._tiers.open():
+        tiers = self._tiers.open()
+        self._flow_on(tiers, unit.nbytes)
+        for tier in tiers:
             if tier.name in unit.refused:
                 continue
             lease = mover.reserve(unit, tier)
+            while lease is None and wait and self._flow_over(tier, unit.nbytes):
+                lease = mover.reserve(unit, tier)
             if lease is None:
                 continue
             if not mover.stage(unit, tier, wait=wait):
@@ -258,6 +266,104 @@ class Engine:
         self._nowhere = True
         self._tiers.warn_full(unit.nbytes)
 
+    def _flow_on(self, tiers: tuple[Tier, ...], nbytes: int) -> None:
+        """Lets the oldest bytes of a filling host tier go on to the disk."""
+        with self._lock, self._books:
+            if self._cascade is None and not self._is_open:
+                self._is_open, self._cascade = True, Cascade.of(tiers)
+            cascade = self._cascade
+            if cascade is None or self.closed:
+                return
+            cascade.asks(nbytes)
+            begun = [unit for unit in cascade.due() if self._go_on(cascade, unit)]
+        self._follow(begun)
+
+    def _flow_over(self, tier: Tier, nbytes: int) -> bool:
+        """Waits until bytes of a full host tier have gone on; False if that cannot help."""
+        cascade = self._cascade
+        if cascade is None or tier is not cascade.upper or nbytes > cascade.upper.capacity:
+            return False
+        with self._lock, self._books:
+            self._bury()
+            begun = []
+            for unit in cascade.oldest():
+                if cascade.moving >= nbytes:
+                    break
+                if self._go_on(cascade, unit):
+                    begun.append(unit)
+            before = cascade.arrived
+        self._follow(begun)
+        with self._lock, self._books:
+            if not cascade.moving and cascade.arrived == before:
+                return False
+            started = time.perf_counter()
+            self._changed.wait_for(lambda: self.closed or cascade.arrived != before or not cascade.moving)
+            self._ledger.counters.stall_seconds += time.perf_counter() - started
+            return not self.closed and cascade.arrived != before
+
+    def _go_on(self, cascade: Cascade, unit: Unit) -> bool:
+        """Starts a unit's way from the host tier to the disk. The lock is held."""
+        if unit.state is not State.AWAY or unit.arrival is not None or unit.outcome is not None:
+            return False
+        source = unit.lease
+        lease = cascade.lower.reserve(unit.nbytes, source.address % ALIGNMENT)
+        if lease is None:
+            return False
+        after = self._mover_for(unit.device).stored_by(unit)
+        future = cascade.lower.write(lease, Buffer(source.address, unit.nbytes, source), after=after)
+        unit.onward = Onward(source, lease, future)
+        cascade.begins(unit)
+        self._writing.add(future)
+        return True
+
+    def _follow(self, begun: Sequence[Unit]) -> None:
+        for unit in begun:
+            onward = unit.onward
+            if onward is not None:
+                onward.future.add_done_callback(functools.partial(self._went_on, unit, onward))
+
+    def _went_on(self, unit: Unit, onward: Onward, future: Future[int]) -> None:
+        """A write from the host tier to the disk ended, in a worker thread, or was called off."""
+        try:
+            if not future.cancelled() and not self.interrupted:
+                self._settle_onward(unit, onward, future.exception())
+        finally:
+            with self._written_lock:
+                self._writing.discard(future)
+                self._written.notify_all()
+
+    def _settle_onward(self, unit: Unit, onward: Onward, error: BaseException | None) -> None:
+        cascade = self._cascade
+        assert cascade is not None
+        mover = self._mover_for(unit.device)
+        with self._lock, self._books:
+            self._bury()
+            cascade.stops(unit)
+            unit.onward = None
+            if error is not None:
+                _log.warning("disk tier: writing %d bytes failed (%s); they stay in host RAM", unit.nbytes, error)
+            alive = unit.state is not State.DEAD
+            if error is None and alive and unit.outcome is None:
+                self._ledger.went_on(unit, cascade.lower)
+                unit.tier, unit.lease = cascade.lower, onward.lease
+                mover.free(unit, cascade.upper, onward.source)
+            else:
+                if error is None:
+                    self._ledger.went_on_in_vain(unit, cascade.lower)
+                cascade.lower.free(onward.lease)
+                if not alive:
+                    mover.free(unit, cascade.upper, onward.source)
+            self._changed.notify_all()
+
+    def _call_off(self, unit: Unit) -> None:
+        """A write to the disk that has not begun is not needed any more."""
+        onward, cascade = unit.onward, self._cascade
+        if onward is not None and cascade is not None and onward.future.cancel():
+            unit.onward = None
+            cascade.stops(unit)
+            cascade.lower.free(onward.lease)
+            self._changed.notify_all()
+
     def _left(self, unit: Unit, future: Future[int]) -> None:
         """A write ended, in a worker thread, or was called off."""
         self._spent.clear()
@@ -277,6 +383,8 @@ class Engine:
             if error is None:
                 self._ledger.wrote(unit)
                 mover.stored(unit)
+                if self._cascade is not None and unit.tier is self._cascade.upper and unit.state is not State.DEAD:
+                    self._cascade.rests(unit)
                 if mover.vacates_when_stored:
                     self.vacate(unit)
             else:
@@ -450,6 +558,7 @@ class Engine:
         if arrival is not None and arrival.unedited():
             return arrival
         self._drop_arrival(unit, mover)
+        self._call_off(unit)
         if self.closed:
             raise SessionClosedError(
                 "the offload session was closed while a graph still needed its bytes; "
@@ -601,6 +710,11 @@ class Engine:
             self._ledger.occupy(-unit.nbytes)
         self._ledger.died(unit)
         unit.state = State.DEAD
+        if self._cascade is not None:
+            self._cascade.forget(unit)
+            self._call_off(unit)
+        if unit.onward is not None:  # the writer frees what it reads
+            unit.lease = None
         mover.drop(unit)
         unit.lease = None
         self._spent.append(unit.storage)
@@ -611,6 +725,8 @@ class Engine:
             step.ended = True
             self._ledger.counters.steps += bool(step.order)
             self.gate.step_ended(step.eligible)
+            if self._cascade is not None:
+                self._cascade.step_ended()
             if not self._moved and not self._said_idle:
                 self._said_idle = True
                 self._say_idle(step.eligible)

@@ -32,9 +32,9 @@ _SLOWER = 1.025
 _JUDGED = 5
 """Steps on a course whose median is judged."""
 _LESS = 0.85
-"""Factor on the lane's rates after such a judgement."""
+"""Share of its bytes that move after such a judgement."""
 _LEAST = 0.3
-"""Under this factor nothing moves any more."""
+"""Under this share of the first course's bytes nothing moves any more."""
 _CARE = 0.95
 """Share of a measured rate that a course counts on."""
 _STRAYS = 3
@@ -162,7 +162,8 @@ class _Size:
 
     seen: int = 0
     course: Course | None = None
-    share: float = 1.0
+    limit: int = 1 << 62
+    most: int = 0
     given_up: bool = False
     strays: int = 0
     pending: deque[Pilot] = field(default_factory=lambda: deque(maxlen=2 * _JUDGED))
@@ -243,7 +244,9 @@ class FreeGate:
             if self._lane is not None:
                 self._say_strays()
             return
-        size.course = chart(min(first, second, key=lambda timeline: timeline.ended), self._careful(self._lane, size))
+        quicker = min(first, second, key=lambda timeline: timeline.ended)
+        size.course = chart(quicker, self._careful(self._lane, size.limit))
+        size.most = max(size.most, size.course.moved)
         for clock, _ in self._sizes:
             clock.watch_rates(True)
         _log.info(
@@ -253,14 +256,14 @@ class FreeGate:
             1e3 * size.baseline,
         )
 
-    def _careful(self, lane: Lane, size: _Size) -> Lane:
-        factor = _CARE * size.share
+    def _careful(self, lane: Lane, limit: int) -> Lane:
         return dataclasses.replace(
             lane,
-            out=lane.out * factor,
-            back=lane.back * factor,
-            store=lane.store * factor,
-            load=lane.load * factor,
+            out=lane.out * _CARE,
+            back=lane.back * _CARE,
+            store=lane.store * _CARE,
+            load=lane.load * _CARE,
+            capacity=min(lane.capacity, limit),
         )
 
     def _judge(self, size: _Size, pilot: Pilot, clock: Clock) -> None:
@@ -278,8 +281,8 @@ class FreeGate:
         if self._update_rates(clock):
             self._set_course(size)
         elif len(size.judged) == _JUDGED and statistics.median(size.judged) > _SLOWER * size.baseline:
-            size.share *= _LESS
-            if size.share < _LEAST:
+            size.limit = int(_LESS * size.course.moved)
+            if size.limit < _LEAST * size.most:
                 size.given_up, size.course = True, None
                 _log.info("device_budget=free: steps stay slower than they were with everything kept; nothing moves")
             else:

@@ -1,4 +1,4 @@
-"""Accounts for every byte a unit moves: written = read + forwarded + dropped + pending, per tier, to the byte."""
+"""Accounts for every byte a unit moves: written = read + forwarded + dropped + demoted + pending, per tier."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from tidegate.errors import TidegateError
 from tidegate.offload.stats import Counters, OffloadStats
 from tidegate.offload.unit import Outcome, Unit
+from tidegate.tiers.tier import Tier
 
 __all__ = ["Books", "Ledger"]
 
@@ -35,6 +36,21 @@ class Ledger:
             self._pending[name] += unit.nbytes
         else:
             self._count(unit, unit.outcome)
+
+    def went_on(self, unit: Unit, tier: Tier) -> None:
+        """The unit's bytes moved from its tier to `tier`; nobody has used them yet."""
+        name = self._tier(unit)
+        if unit.written_epoch == self._epoch:
+            self._pending[name] -= unit.nbytes
+            self.counters.demoted[name] += unit.nbytes
+        unit.written_epoch = self._epoch
+        self.counters.written[tier.name] += unit.nbytes
+        self._pending[tier.name] += unit.nbytes
+
+    def went_on_in_vain(self, unit: Unit, tier: Tier) -> None:
+        """The unit's bytes reached `tier`, too, when they were no longer needed there."""
+        self.counters.written[tier.name] += unit.nbytes
+        self.counters.dropped[tier.name] += unit.nbytes
 
     def used(self, unit: Unit, outcome: Outcome) -> None:
         """Backward took the unit's bytes, or nothing ever will; the first use decides."""

@@ -16,13 +16,14 @@ __all__ = ["Counters", "OffloadStats"]
 class OffloadStats:
     """Bytes since attach or the last reset. A storage saved many times counts once.
 
-    For every tier, once nothing is in flight: `written == read + forwarded + dropped + pending`.
+    For every tier, once nothing is in flight: `written == read + forwarded + dropped + demoted + pending`.
 
     Args:
         written: Bytes that reached a tier, by tier.
         read: Of those, bytes read back when backward first needed them.
         forwarded: Of those, bytes that backward took from memory because they had not left it yet.
         dropped: Of those, bytes that no backward asked for.
+        demoted: Of those, bytes that went on to the next tier before anybody asked for them.
         pending: Of those, bytes that a live graph may still ask for.
         reread: Bytes read again (retain_graph, a unit used by distant operations).
         kept: Eligible bytes that stayed on the device.
@@ -40,6 +41,7 @@ class OffloadStats:
     read: Mapping[str, int]
     forwarded: Mapping[str, int]
     dropped: Mapping[str, int]
+    demoted: Mapping[str, int]
     pending: Mapping[str, int]
     reread: Mapping[str, int]
     kept: int
@@ -53,8 +55,8 @@ class OffloadStats:
 
     @property
     def moved(self) -> int:
-        """Bytes written over all tiers."""
-        return sum(self.written.values())
+        """Bytes that left the device: written over all tiers, those that went on from one to the next once."""
+        return sum(self.written.values()) - sum(self.demoted.values())
 
     def __str__(self) -> str:
         """One line for a log."""
@@ -87,6 +89,7 @@ class Counters:
     read: defaultdict[str, int] = field(default_factory=_per_tier)
     forwarded: defaultdict[str, int] = field(default_factory=_per_tier)
     dropped: defaultdict[str, int] = field(default_factory=_per_tier)
+    demoted: defaultdict[str, int] = field(default_factory=_per_tier)
     reread: defaultdict[str, int] = field(default_factory=_per_tier)
     kept: int = 0
     recomputed: int = 0
@@ -101,6 +104,7 @@ class Counters:
             read=dict(self.read),
             forwarded=dict(self.forwarded),
             dropped=dict(self.dropped),
+            demoted=dict(self.demoted),
             pending=dict(pending),
             reread=dict(self.reread),
             kept=self.kept,

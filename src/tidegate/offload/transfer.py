@@ -70,6 +70,10 @@ class Mover(Protocol):
         """The tier has the bytes."""
         ...
 
+    def stored_by(self, unit: Unit) -> Callable[[], None] | None:
+        """What a thread must wait for before the unit's bytes are in the host tier; None if they are there."""
+        ...
+
     def release(self, unit: Unit) -> None:
         """Orders the unit's copy before whatever will use its device memory next."""
         ...
@@ -229,6 +233,9 @@ class CpuMover:
 
     def stored(self, unit: Unit) -> None:
         pass
+
+    def stored_by(self, unit: Unit) -> None:
+        return None
 
     def release(self, unit: Unit) -> None:
         pass

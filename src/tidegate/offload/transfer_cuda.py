@@ -233,6 +233,10 @@ class CudaMover:
         if departure.slab is not None:
             self._finish_use(departure)
 
+    def stored_by(self, unit: Unit) -> Callable[[], None]:
+        wait: Callable[[], None] = unit.departure.copied.synchronize
+        return wait
+
     def settle(self, nbytes: int) -> None:
         pass
 

@@ -165,6 +165,7 @@ class Unit:
         tier, lease, future: Where they go or are, and the write.
         departure: What the mover must remember of the way out.
         refused: Tiers that failed to write them.
+        onward: Their way to the next tier, while it lasts.
         arrival: The copy that came back.
         handles: Saved tensors that need the unit.
         seen: Handles that were unpacked in this turn; after the last one the copy is let go.
@@ -196,6 +197,7 @@ class Unit:
     future: Future[int] | None = None
     departure: Any = None
     refused: tuple[str, ...] = ()
+    onward: Any = None
     arrival: Arrival | None = None
     handles: int = 0
     seen: int = 0
