@@ -33,6 +33,7 @@ SETTINGS: dict[str, Any] = {
     "window": "64MiB",
     "io_threads": 2,
     "direct_io": True,
+    "gds": False,
     "pin_memory": False,
     "verify": True,
 }
@@ -47,6 +48,7 @@ MEANT = OffloadConfig(
     window=64 * 2**20,
     io_threads=2,
     direct_io=True,
+    gds=False,
     pin_memory=False,
     verify=True,
 )
@@ -65,7 +67,7 @@ def test_defaults() -> None:
     assert config.tiers == ("host", "disk")
     assert (config.device_budget, config.host_budget, config.disk_budget) == ("auto", "auto", "auto")
     assert config.disk_paths == ()
-    assert (config.recompute, config.window, config.direct_io, config.pin_memory) == ("auto",) * 4
+    assert (config.recompute, config.window, config.direct_io, config.gds, config.pin_memory) == ("auto",) * 5
     assert (config.min_bytes, config.io_threads, config.verify) == (2**20, 4, False)
 
 
@@ -125,7 +127,7 @@ def test_one_path_may_be_written_without_a_list() -> None:
         (0, False),
     ],
 )
-@pytest.mark.parametrize("name", ["direct_io", "pin_memory", "verify"])
+@pytest.mark.parametrize("name", ["direct_io", "gds", "pin_memory", "verify"])
 def test_booleans_in_any_case(name: str, written: Any, meant: bool) -> None:
     assert getattr(build(**{name: written}), name) is meant
 
@@ -168,6 +170,7 @@ def test_booleans_in_any_case(name: str, written: Any, meant: bool) -> None:
         ("io_threads", math.inf, "no number of threads"),
         ("io_threads", "many", "no number of threads"),
         ("direct_io", "maybe", "no truth value"),
+        ("gds", "real", "no truth value"),
         ("pin_memory", 2, "no truth value"),
         ("verify", "auto", "no truth value"),
     ],
@@ -243,6 +246,7 @@ min_bytes = "2MiB"
 window = "64MiB"
 io_threads = 2
 direct_io = true
+gds = false
 pin_memory = false
 verify = true
 """

@@ -48,6 +48,8 @@ class OffloadConfig:
         window: Bytes in flight, each way.
         io_threads: Threads per direction and path.
         direct_io: O_DIRECT: "auto" (where the file system takes it), True or False.
+        gds: GPUDirect Storage through kvikio: "auto" (where a round trip proves it real and faster), True (kvikio even
+            where it is not) or False. On a CPU run it means nothing.
         pin_memory: Page-locked host memory: "auto" (with a GPU), True or False.
         verify: Checksum every unit when it leaves and when it is back.
 
@@ -68,6 +70,7 @@ class OffloadConfig:
     window: int | Literal["auto"]
     io_threads: int
     direct_io: bool | Literal["auto"]
+    gds: bool | Literal["auto"]
     pin_memory: bool | Literal["auto"]
     verify: bool
     given: frozenset[str] = dataclasses.field(repr=False, compare=False)
@@ -85,6 +88,7 @@ class OffloadConfig:
         window: int | float | str | None = None,
         io_threads: int | None = None,
         direct_io: bool | Literal["auto"] | None = None,
+        gds: bool | Literal["auto"] | None = None,
         pin_memory: bool | Literal["auto"] | None = None,
         verify: bool | None = None,
     ) -> None:
@@ -99,6 +103,7 @@ class OffloadConfig:
             "window": window,
             "io_threads": io_threads,
             "direct_io": direct_io,
+            "gds": gds,
             "pin_memory": pin_memory,
             "verify": verify,
         }
@@ -299,6 +304,7 @@ _FIELDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "window": ("auto", _positive_bytes_or_auto),
     "io_threads": (4, _threads),
     "direct_io": ("auto", _bool_or_auto),
+    "gds": ("auto", _bool_or_auto),
     "pin_memory": ("auto", _bool_or_auto),
     "verify": (False, _bool),
 }

@@ -31,6 +31,7 @@ class Filesystem:
         source: What is mounted, e.g. "/dev/nvme0n1".
         device: Device number; equal for paths that share a device.
         read_only: Mounted read-only.
+        options: Options of the mount and of its file system, e.g. "data=ordered".
     """
 
     mount: str
@@ -38,6 +39,7 @@ class Filesystem:
     source: str
     device: int
     read_only: bool
+    options: frozenset[str] = frozenset()
 
     @property
     def is_ram(self) -> bool:
@@ -69,15 +71,16 @@ def filesystem_of(path: str | os.PathLike[str]) -> Filesystem:
         os.close(fd)
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
     best: tuple[bool, bool] = (False, False)
-    found = ("/", "unknown", "")
+    found, options = ("/", "unknown", ""), frozenset[str]()
     for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
         left, _, right = line.partition(b" - ")
-        fields, (kind, source, *_) = left.split(), right.split()
+        fields, (kind, source, *more) = left.split(), right.split()
         # The mount's number decides. Kernels that do not tell it leave the device number, which subvolumes lack.
         rank = (fields[0] == mount_id, fields[2] == device.encode())
         if rank >= best and any(rank):
             best, found = rank, (_unescaped(fields[4]), kind.decode(), _unescaped(source))
-    return Filesystem(*found, status.st_dev, read_only)
+            options = frozenset(os.fsdecode(b",".join([fields[5], *more])).split(","))
+    return Filesystem(*found, status.st_dev, read_only, options)
 
 
 def _mount_id(fd: int) -> bytes | None:

@@ -17,6 +17,7 @@ from tidegate.errors import ConfigError
 from tidegate.memory import headroom, probe
 from tidegate.memory.filesystem import filesystem_of
 from tidegate.offload.course import Lane
+from tidegate.offload.direct import DirectDisk
 from tidegate.offload.engine import Engine
 from tidegate.offload.free import FreeGate
 from tidegate.offload.gate import FixedGate, Gate, HeadroomGate, ShareGate
@@ -27,7 +28,7 @@ from tidegate.sizes import format_size
 from tidegate.tiers.disk import DiskTier
 from tidegate.tiers.host import HostTier, SlabPool
 from tidegate.tiers.paths import disk_room, usable_disk_paths
-from tidegate.tiers.tier import Tier
+from tidegate.tiers.tier import Staging, Tier
 
 __all__ = ["Surroundings", "build_engine"]
 
@@ -109,6 +110,7 @@ class _Rooms:
         self._config = config
         self._rank = rank
         self._paths = usable_disk_paths(config.disk_paths) if "disk" in config.tiers else ()
+        self._direct = DirectDisk(config.gds, config.io_threads, lambda: self.window)
 
     @functools.cached_property
     def window(self) -> int:
@@ -126,7 +128,10 @@ class _Rooms:
     def _cuda_mover(self, device: torch.device) -> Mover:
         from tidegate.offload.transfer_cuda import CudaMover
 
-        return CudaMover(device, functools.partial(SlabPool, 2 * self.window, pin=self._pin))
+        return CudaMover(device, functools.partial(self._staging, device))
+
+    def _staging(self, device: torch.device) -> Staging:
+        return self._direct.staging(device) or SlabPool(2 * self.window, pin=self._pin)
 
     def open(self, name: str) -> Tier | None:
         """Opens one tier; None, said once, when it is off here."""
@@ -151,7 +156,12 @@ class _Rooms:
                 why = "disk_budget is 0" if config.disk_budget == 0 else f"{format_size(free)} are free"
                 _log.warning("the disk tier is off: %s under %s", why, ", ".join(self._paths))
                 return None
-            return DiskTier(self._paths, capacity, threads=config.io_threads, direct=direct, rank=self._rank)
+            options: dict[str, Any] = {"threads": config.io_threads, "direct": direct, "rank": self._rank}
+            return self._direct.tier(
+                self._paths,
+                self._surroundings.device,
+                lambda pieces: DiskTier(self._paths, capacity, pieces=pieces, **options),
+            )
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 _log.warning("the disk tier is off: %s: %s", error.filename, error.strerror)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tidegate.offload.transfer import Window, byte_view, restore_buffer
 from tidegate.offload.unit import Arrival, State, Unit
-from tidegate.tiers.host import HostLease, HostTier, SlabPool
-from tidegate.tiers.tier import Buffer, Tier
+from tidegate.tiers.host import HostLease, HostTier
+from tidegate.tiers.tier import Buffer, Staging, Tier
 
 __all__ = ["CudaMover"]
 
@@ -60,7 +60,7 @@ class _Timed:
 
 
 class CudaMover:
-    """Moves units of one GPU through pinned host memory.
+    """Moves units of one GPU through pinned host memory, or through device memory that the disk takes bytes from.
 
     Args:
         device: The GPU.
@@ -69,13 +69,13 @@ class CudaMover:
 
     vacates_when_stored = False
 
-    def __init__(self, device: torch.device, staging: Callable[[], SlabPool]) -> None:
+    def __init__(self, device: torch.device, staging: Callable[[], Staging]) -> None:
         self._device = device
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._leaving: deque[Unit] = deque()
         self._open_staging = staging
-        self._pool: SlabPool | None = None
+        self._pool: Staging | None = None
         self._pool_lock = threading.Lock()
         self._later: deque[tuple[tuple[torch.cuda.Event, ...], Callable[[], None]]] = deque()
         self._later_lock = threading.Lock()
@@ -360,7 +360,7 @@ class CudaMover:
             action()
         return left
 
-    def _staging(self) -> SlabPool:
+    def _staging(self) -> Staging:
         with self._pool_lock:
             if self._pool is None:
                 self._pool = self._open_staging()

@@ -57,6 +57,7 @@ class OffloadPlugin:
     window: int | float | str | None = None
     io_threads: int | None = None
     direct_io: bool | Literal["auto"] | None = None
+    gds: bool | Literal["auto"] | None = None
     pin_memory: bool | Literal["auto"] | None = None
     verify: bool | None = None
 

@@ -34,13 +34,18 @@ _serials = itertools.count(1)
 class _SpillFile:
     """One file: extents, growth, and whether it can still be used."""
 
-    def __init__(self, path: Path, run: RunDir, io: PosixIo, *, direct: bool | None, threads: int) -> None:
+    def __init__(self, path: Path, run: RunDir, pieces: PieceIo, *, direct: bool | None, threads: int) -> None:
         self.path = path
         self.run = run
-        self.direct, self.fd = _open(run, io, direct)
+        self.direct, self.fd = _open(run, pieces.io, direct)
+        try:
+            pieces.opened(self.fd)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self.extents = ExtentAllocator()
         self.failures = 0
-        self._io = io
+        self._pieces = pieces
         self._full_until = 0.0
         self._said_full = False
         self.writers = ThreadPoolExecutor(threads, thread_name_prefix="tidegate-write")
@@ -66,7 +71,7 @@ class _SpillFile:
             if time.monotonic() < self._full_until:
                 continue
             try:
-                self._io.allocate(self.fd, size, extra)
+                self._pieces.io.allocate(self.fd, size, extra)
             except OSError as error:
                 refused = error
             else:
@@ -97,6 +102,7 @@ class _SpillFile:
     def close(self) -> None:
         for pool in (self.writers, self.readers):
             pool.shutdown(wait=True, cancel_futures=True)
+        self._pieces.closing(self.fd)
         os.close(self.fd)
 
 
@@ -126,17 +132,17 @@ def _probe(fd: int, io: PosixIo) -> None:
     piece = PieceIo(io)
     address = ctypes.addressof(ctypes.c_char.from_buffer(probe))
     try:
-        piece.write(fd, 0, address, len(probe), address % ALIGNMENT, 0)
+        piece.write(fd, 0, Buffer(address, len(probe), probe), address % ALIGNMENT, 0)
         back = bytearray(len(probe))
         target = ctypes.addressof(ctypes.c_char.from_buffer(back))
-        piece.read(fd, 0, target, len(back), address % ALIGNMENT, 0)
+        piece.read(fd, 0, Buffer(target, len(back), back), address % ALIGNMENT, 0, None)
         if back != probe:
             raise OSError(errno.EINVAL, "O_DIRECT gave other bytes back")
     finally:
         os.ftruncate(fd, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Piece:
     file: _SpillFile
     offset: int
@@ -144,6 +150,7 @@ class _Piece:
     nbytes: int
     phase: int
     serial: int
+    mark: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -218,6 +225,7 @@ class DiskTier:
         grow_bytes: Files grow by this much at a time.
         rank: Rank of this process.
         io: The system calls.
+        pieces: Moves pieces to and from the files; the tier closes it. None does so by system calls.
 
     Raises:
         OSError: No path can be used.
@@ -236,11 +244,12 @@ class DiskTier:
         grow_bytes: int = 256 * 2**20,
         rank: int = 0,
         io: PosixIo | None = None,
+        pieces: PieceIo | None = None,
     ) -> None:
         self._capacity = capacity // ALIGNMENT * ALIGNMENT
         self._chunk = align_up(max(chunk_bytes, ALIGNMENT))
         self._grow_by = align_up(max(grow_bytes, ALIGNMENT))
-        self._piece_io = PieceIo(io or PosixIo())
+        self._piece_io = pieces or PieceIo(io or PosixIo())
         self._lock = threading.Lock()
         self._turn = itertools.count()
         self._closed = False
@@ -254,16 +263,16 @@ class DiskTier:
                         raise
                     _log.warning("disk tier: %s is left out: %s", path, error.strerror)
         except BaseException:
-            _shut(self._files, os.getpid())
+            _shut(self._files, self._piece_io, os.getpid())
             raise
-        self._shut = weakref.finalize(self, _shut, self._files, os.getpid())
+        self._shut = weakref.finalize(self, _shut, self._files, self._piece_io, os.getpid())
         self._shut.atexit = True
 
     def _open_path(self, path: Path, *, direct: bool | None, threads: int, rank: int) -> _SpillFile:
         try:
             run = RunDir(path, rank)
             try:
-                return _SpillFile(path, run, self._piece_io.io, direct=direct, threads=threads)
+                return _SpillFile(path, run, self._piece_io, direct=direct, threads=threads)
             except BaseException:
                 run.close()
                 raise
@@ -272,9 +281,10 @@ class DiskTier:
 
     @property
     def mode(self) -> str:
-        """What really runs: "posix-direct", "posix-buffered", or "posix-mixed" when paths differ."""
+        """What really runs: "posix-direct", "posix-buffered", "posix-mixed" when paths differ, or as `pieces` says."""
         kinds = {file.direct for file in self._files}
-        return "posix-mixed" if len(kinds) > 1 else f"posix-{'direct' if True in kinds else 'buffered'}"
+        posix = "posix-mixed" if len(kinds) > 1 else f"posix-{'direct' if True in kinds else 'buffered'}"
+        return self._piece_io.mode(posix)
 
     @property
     def capacity(self) -> int:
@@ -388,8 +398,8 @@ class DiskTier:
             if job.start():
                 if job.before is not None:
                     job.before()
-                address = job.buffer.address + piece.start
-                self._piece_io.write(piece.file.fd, piece.offset, address, piece.nbytes, piece.phase, piece.serial)
+                part = job.buffer.part(piece.start, piece.nbytes)
+                piece.mark = self._piece_io.write(piece.file.fd, piece.offset, part, piece.phase, piece.serial)
                 job.buffer.check()
                 piece.file.failures = 0
         except OSError as failure:
@@ -404,8 +414,8 @@ class DiskTier:
         error: BaseException | None = None
         try:
             if job.start():
-                address = job.buffer.address + piece.start
-                self._piece_io.read(piece.file.fd, piece.offset, address, piece.nbytes, piece.phase, piece.serial)
+                part = job.buffer.part(piece.start, piece.nbytes)
+                self._piece_io.read(piece.file.fd, piece.offset, part, piece.phase, piece.serial, piece.mark)
         except BaseException as failure:
             error = failure
         job.end(error)
@@ -421,10 +431,11 @@ class DiskTier:
             piece.file.extents.free(piece.offset)
 
 
-def _shut(files: list[_SpillFile], owner: int) -> None:
+def _shut(files: list[_SpillFile], pieces: PieceIo, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child must not touch its parent's files
     for file in files:
         file.close()
         with contextlib.suppress(OSError):
             file.run.close()
+    pieces.close()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from tidegate.errors import CorruptionError, TierIOError
 from tidegate.memory.pinned import copy_bytes, read_bytes
-from tidegate.tiers.tier import ALIGNMENT, align_up
+from tidegate.tiers.tier import ALIGNMENT, Buffer, align_up
 
 __all__ = ["STAMP_BYTES", "PieceIo", "PosixIo", "extent_bytes"]
 
@@ -56,7 +56,7 @@ class PosixIo:
 
 
 class PieceIo:
-    """Writes and reads stamped pieces.
+    """Writes and reads stamped pieces. A kind of its own may move some buffers in another way.
 
     Args:
         io: The system calls.
@@ -66,16 +66,62 @@ class PieceIo:
         self.io = io
         self._local = threading.local()
 
-    def write(self, fd: int, offset: int, address: int, nbytes: int, phase: int, serial: int) -> None:
-        """Writes `nbytes` at `address` and a stamp as the piece at `offset`.
+    def mode(self, posix: str) -> str:
+        """What really runs, where system calls would be `posix`."""
+        return posix
+
+    def opened(self, fd: int) -> None:
+        """A spill file was opened."""
+
+    def closing(self, fd: int) -> None:
+        """A spill file is about to be closed; no I/O is in flight."""
+
+    def close(self) -> None:
+        """All spill files are closed. Idempotent."""
+
+    def write(self, fd: int, offset: int, source: Buffer, phase: int, serial: int) -> int | None:
+        """Writes the bytes of `source` as the piece at `offset`, and gives what `read` must know as `mark`.
 
         Raises:
             OSError: The system refused, or wrote nothing; EFAULT if the memory is gone.
         """
+        self._write(fd, offset, source.address, source.nbytes, phase, serial)
+        return None
+
+    def read(self, fd: int, offset: int, target: Buffer, phase: int, serial: int, mark: int | None) -> None:
+        """Reads the piece at `offset` to `target`.
+
+        Raises:
+            TierIOError: The system refused, or the file is too short.
+            CorruptionError: The piece is not the one that was written.
+        """
+        self._read(fd, offset, target.address, target.nbytes, phase, serial)
+
+    def read_pages(self, fd: int, offset: int, address: int, nbytes: int) -> None:
+        """Reads whole pages to a page's start.
+
+        Raises:
+            OSError: The system refused, or the file is too short.
+        """
+        self._transfer(self.io.preadv, fd, [_memory(address, nbytes)], offset, "read")
+
+    def check(self, fd: int, offset: int, nbytes: int, serial: int) -> None:
+        """Looks whether the stamp behind a piece of phase 0 is there.
+
+        Raises:
+            OSError: The system refused, or the file is too short.
+            CorruptionError: The piece is not the one that was written.
+        """
+        bounce = self._bounce()
+        page = offset + extent_bytes(nbytes, 0) - ALIGNMENT
+        self.read_pages(fd, page, bounce.address, ALIGNMENT)
+        self._check(bounce, ALIGNMENT - STAMP_BYTES, offset, nbytes, serial)
+
+    def _write(self, fd: int, offset: int, address: int, nbytes: int, phase: int, serial: int) -> None:
         if address % ALIGNMENT != phase:
             with _Bounce(extent_bytes(nbytes, phase)) as bounce:
                 read_bytes(bounce.address + phase, address, nbytes)
-                self.write(fd, offset, bounce.address + phase, nbytes, phase, serial)
+                self._write(fd, offset, bounce.address + phase, nbytes, phase, serial)
             return
         layout, bounce = _Layout(nbytes, phase), self._bounce()
         for inside, within, length in layout.bounced:
@@ -83,16 +129,10 @@ class PieceIo:
         bounce.map[layout.stamp : layout.stamp + STAMP_BYTES] = _STAMP.pack(_MAGIC, serial, nbytes, offset)
         self._transfer(self.io.pwritev, fd, layout.buffers(bounce.address, address), offset, "wrote")
 
-    def read(self, fd: int, offset: int, address: int, nbytes: int, phase: int, serial: int) -> None:
-        """Reads the piece at `offset` to `address`.
-
-        Raises:
-            TierIOError: The system refused, or the file is too short.
-            CorruptionError: The piece is not the one that was written.
-        """
+    def _read(self, fd: int, offset: int, address: int, nbytes: int, phase: int, serial: int) -> None:
         if address % ALIGNMENT != phase:
             with _Bounce(extent_bytes(nbytes, phase)) as whole:
-                self.read(fd, offset, whole.address + phase, nbytes, phase, serial)
+                self._read(fd, offset, whole.address + phase, nbytes, phase, serial)
                 copy_bytes(address, whole.address + phase, nbytes)
             return
         try:
@@ -115,15 +155,18 @@ class PieceIo:
     def _read_once(self, fd: int, offset: int, address: int, nbytes: int, phase: int, serial: int) -> None:
         layout, bounce = _Layout(nbytes, phase), self._bounce()
         self._transfer(self.io.preadv, fd, layout.buffers(bounce.address, address), offset, "read")
-        stamp = bounce.map[layout.stamp : layout.stamp + STAMP_BYTES]
-        if stamp != _STAMP.pack(_MAGIC, serial, nbytes, offset):
+        self._check(bounce, layout.stamp, offset, nbytes, serial)
+        for inside, within, length in layout.bounced:
+            copy_bytes(address + within, bounce.address + inside, length)
+
+    @staticmethod
+    def _check(bounce: _Bounce, where: int, offset: int, nbytes: int, serial: int) -> None:
+        if bounce.map[where : where + STAMP_BYTES] != _STAMP.pack(_MAGIC, serial, nbytes, offset):
             raise CorruptionError(
                 errno.EIO,
                 f"disk tier: the {nbytes} bytes read back are not those that were written; "
                 f"the file was changed from outside, or the disk lost a write",
             )
-        for inside, within, length in layout.bounced:
-            copy_bytes(address + within, bounce.address + inside, length)
 
     def _bounce(self) -> _Bounce:
         bounce = getattr(self._local, "bounce", None)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["ALIGNMENT", "Buffer", "Lease", "Tier", "align_up"]
+__all__ = ["ALIGNMENT", "Buffer", "Lease", "Staging", "Tier", "align_up"]
 
 ALIGNMENT = 4096
 """Bytes. Page size and the strictest O_DIRECT alignment met in practice."""
@@ -40,6 +40,10 @@ class Buffer:
         if self.valid is not None and not self.valid():
             raise OSError(errno.EFAULT, "the memory to be saved is gone: its storage was emptied")
 
+    def part(self, start: int, nbytes: int) -> Buffer:
+        """Bytes [start, start + nbytes) of it."""
+        return Buffer(self.address + start, nbytes, self.owner, self.valid)
+
     @property
     def phase(self) -> int:
         """Distance in bytes from the page start: `address % ALIGNMENT`."""
@@ -51,6 +55,42 @@ class Lease(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+class Staging(Protocol):
+    """Bounded memory through which bytes pass on their way between a device and a tier. Thread-safe.
+
+    A lease has `tensor` (uint8), `address` (a page's start), and `nbytes`.
+    """
+
+    capacity: int
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out, alignment included."""
+        ...
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of page-locked host memory that it takes."""
+        ...
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were handed out at once, as asked for."""
+        ...
+
+    def reserve(self, nbytes: int) -> Any | None:
+        """Takes a span, or None when there is no room."""
+        ...
+
+    def reserve_blocking(self, nbytes: int, timeout: float | None = None) -> Any | None:
+        """Takes a span, waiting for room; None when the wait is over or it could never be had."""
+        ...
+
+    def free(self, lease: Any) -> None:
+        """Gives a span back; idempotent."""
+        ...
 
 
 class Tier(Protocol):
