@@ -47,7 +47,7 @@ def test_the_window_of_a_cpu_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "window"), [(GiB, 64 * MiB), (16 * GiB, 512 * MiB), (80 * GiB, 2560 * MiB), (256 * GiB, 4 * GiB)]
+    ("total", "window"), [(GiB, 64 * MiB), (16 * GiB, 256 * MiB), (80 * GiB, 1280 * MiB), (256 * GiB, 4 * GiB)]
 )
 def test_the_window_of_a_gpu_is_a_share_of_its_memory(monkeypatch: pytest.MonkeyPatch, total: int, window: int) -> None:
     monkeypatch.setattr(headroom, "device_total", lambda device: total)

@@ -41,12 +41,13 @@ def test_the_newest_bytes_are_near_and_the_oldest_on_disk(tmp_path: Path, rows: 
             assert_nothing_left(session)
         stats = session.stats()
         host, disk = stats.written.get("host", 0), stats.written.get("disk", 0)
+        went_on = stats.demoted.get("host", 0)
         assert host > 0
-        assert (disk > 0) == (rows < 20)
-        assert stats.demoted.get("host", 0) == disk
+        assert (went_on > 0) == (disk > 0) == (rows < 20)
+        assert went_on <= disk  # a unit goes straight to disk while the host tier's own writes are under way
         assert stats.read.get("disk", 0) == disk
-        assert stats.read.get("host", 0) == host - disk
-        assert stats.moved == host
+        assert stats.read.get("host", 0) == host - went_on
+        assert stats.moved == host + disk - went_on
         directories = session.spill_dirs
     assert_removed(directories)
 

@@ -78,10 +78,10 @@ def auto_disk_budget(free: int) -> int:
 
 
 def auto_window(device: torch.device) -> int:
-    """Bytes in flight: 128 MiB on the CPU; 1/32 of a GPU's memory, 64 MiB to 4 GiB."""
+    """Bytes in flight: 128 MiB on the CPU; 1/64 of a GPU's memory, 64 MiB to 4 GiB."""
     if device.type == "cpu":
         return 128 * MiB
-    return max(64 * MiB, min(4 * GiB, device_total(device) // 32))
+    return max(64 * MiB, min(4 * GiB, device_total(device) // 64))
 
 
 def auto_margin(device: torch.device) -> int:

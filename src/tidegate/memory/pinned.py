@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,8 @@ class Slab:
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.tensor: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
+        if pin and nbytes >= _POPULATE:
+            _populate(self.address, nbytes)
         self.pinned = pin and registry.pin(self.address, nbytes)
         if self.pinned:
             self._finalizer = weakref.finalize(self.tensor.untyped_storage(), registry.unpin, self.address, nbytes)
@@ -140,6 +143,26 @@ class Slab:
     def view(self, offset: int, nbytes: int) -> Tensor:
         """Bytes [offset, offset + nbytes) as a tensor that keeps the slab mapped."""
         return self.tensor[offset : offset + nbytes]
+
+
+_POPULATE = 64 << 20
+_THREADS = 8
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Gives fresh memory its pages by several threads; registering would do it with one, page by page.
+
+    Both requests are wishes: on a kernel that knows neither, registering does the work.
+    """
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    advise(address, nbytes, _MADV_HUGEPAGE)
+    part = -(-nbytes // _THREADS // _HUGE_PAGE) * _HUGE_PAGE
+    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        for start in range(0, nbytes, part):
+            pool.submit(advise, address + start, min(part, nbytes - start), _MADV_POPULATE_WRITE)
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:

@@ -14,7 +14,9 @@ __all__ = ["Course", "Lane", "Observed", "Timeline", "chart"]
 
 _TRIES = 64
 _SLACK = 0.0005
-"""Seconds between the predicted end of a copy and the moment that counts on it."""
+"""Seconds between the predicted end of a copy out and the moment that counts on it."""
+_LEAD = 0.002
+"""The same for a copy back: being late there stops the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Course:
         last: Units whose memory is let go when forward has ended.
         read_from: Index of a save, by number: the unit's way back begins when backward has come down to it.
         moved: Bytes that leave.
-        early: The most bytes that wait on the device for their use.
+        early: The most bytes that are back before they are needed, at one moment.
     """
 
     sizes: tuple[int, ...]
@@ -200,7 +202,7 @@ def _starts_back(timeline: Timeline, lane: Lane, numbers: Sequence[int]) -> dict
         if unit.needed == math.inf:
             starts[number] = math.inf
             continue
-        next_start = min(unit.needed - _SLACK, next_start) - unit.nbytes / rate
+        next_start = min(unit.needed - _LEAD, next_start) - unit.nbytes / rate
         starts[number] = next_start
     return starts
 

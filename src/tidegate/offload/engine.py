@@ -576,16 +576,13 @@ class Engine:
 
     def _prefetch(self, step: Step) -> None:
         """Starts bringing back what backward needs next, as far ahead as the window (or the step's course) allows."""
-        pilot = step.pilot
-        window = self.window if pilot is None else max(self.window, pilot.early)
-        while self._coming_bytes < window and not self.closed:
+        course = step.pilot if step.pilot is not None and step.pilot.course is not None else None
+        while not self.closed:
             unit = step.next_needed()
             if unit is None:
                 return
-            due = None if pilot is None else pilot.may_read(step.number(unit), step.lowest)
-            if due is None and step.ahead() > self.window:  # what is kept in between is a distance, too
-                return
-            if self._coming_bytes and self._coming_bytes + unit.nbytes > window:
+            due = None if course is None else course.may_read(step.number(unit), step.lowest)
+            if due is None and not self._within_window(unit, step if course is None else None):
                 return
             if unit.state is State.LEAVING and not unit.claimed:
                 self._claim(unit)
@@ -600,6 +597,12 @@ class Engine:
                     return
                 self._claim(unit)
             step.cursor -= 1
+
+    def _within_window(self, unit: Unit, step: Step | None) -> bool:
+        """Whether a unit may come back so far ahead of its use. What is kept in between is a distance, too."""
+        if step is not None and step.ahead() > self.window:
+            return False
+        return not self._coming_bytes or self._coming_bytes + unit.nbytes <= self.window
 
     def _claim(self, unit: Unit) -> None:
         """Counts a unit that waits on the device for its use in backward."""
@@ -747,7 +750,9 @@ class Engine:
             self._wait_for_writes()
         with self._lock, self._books:
             self._bury()
-            return self._ledger.freeze(self._tiers.modes())
+            pinned = [self._tiers.pinned(), *(mover.pinned() for mover in self._mover_for)]
+            here, asked = (sum(part) for part in zip(*pinned, strict=True))
+            return self._ledger.freeze(self._tiers.modes(), (here, asked))
 
     def _wait_for_writes(self) -> None:
         """Waits until the writes that have begun are in the books."""

@@ -113,11 +113,6 @@ class Pilot:
         """Whether every unit of the course was saved."""
         return self.course is not None and self._count == len(self.course.sizes)
 
-    @property
-    def early(self) -> int:
-        """Bytes that may wait on the device for their use."""
-        return 0 if self.course is None else self.course.early
-
     def may_read(self, number: int, lowest: int) -> bool | None:
         """Whether a unit's way back may begin when backward has come down to the save `lowest`; None: as usual."""
         start = None if self.course is None else self.course.read_from.get(number)
@@ -238,6 +233,7 @@ class FreeGate:
             self._lane = self._ask_lane()
         size.judged.clear()
         self._decided = True
+        moved = 0 if size.course is None else size.course.moved
         first, second = size.timelines[0], size.timelines[-1]
         if self._lane is None or [u.nbytes for u in first.units] != [u.nbytes for u in second.units]:
             size.given_up = True
@@ -249,6 +245,8 @@ class FreeGate:
         size.most = max(size.most, size.course.moved)
         for clock, _ in self._sizes:
             clock.watch_rates(True)
+        if size.course.moved == moved:
+            return
         _log.info(
             "device_budget=free: %s of %s saved in a step of %.0f ms leave it without cost",
             format_size(size.course.moved),

@@ -76,8 +76,14 @@ class Ledger:
         self.counters = Counters()
         self.counters.peak_resident = self.resident
 
-    def freeze(self, modes: Mapping[str, str]) -> OffloadStats:
-        return self.counters.freeze(resident=self.resident, pending=self._pending, modes=modes)
+    def freeze(self, modes: Mapping[str, str], pinned: tuple[int, int] = (0, 0)) -> OffloadStats:
+        """The books as they stand.
+
+        Args:
+            modes: What each tier runs.
+            pinned: Bytes of host memory that are page-locked, and the most that were asked for at once.
+        """
+        return self.counters.freeze(resident=self.resident, pending=self._pending, modes=modes, pinned=pinned)
 
     def _count(self, unit: Unit, outcome: Outcome) -> None:
         books = {

@@ -32,6 +32,9 @@ class OffloadStats:
             buffers are not counted.
         resident: Eligible saved bytes on the device now.
         peak_resident: Its peak.
+        pinned: Bytes of host memory that are page-locked for the session: the host tier's slabs and those through which
+            bytes pass on their way to a disk.
+        pinned_asked: The most bytes of them that were asked for at once.
         stall_seconds: Time that training threads waited for room or for bytes.
         steps: Steps that saved something.
         modes: What each open tier really runs, e.g. {"disk": "posix-direct"}.
@@ -49,6 +52,8 @@ class OffloadStats:
     excluded: int
     resident: int
     peak_resident: int
+    pinned: int
+    pinned_asked: int
     stall_seconds: float
     steps: int
     modes: Mapping[str, str]
@@ -98,7 +103,9 @@ class Counters:
     stall_seconds: float = 0.0
     steps: int = 0
 
-    def freeze(self, *, resident: int, pending: Mapping[str, int], modes: Mapping[str, str]) -> OffloadStats:
+    def freeze(
+        self, *, resident: int, pending: Mapping[str, int], modes: Mapping[str, str], pinned: tuple[int, int]
+    ) -> OffloadStats:
         return OffloadStats(
             written=dict(self.written),
             read=dict(self.read),
@@ -112,6 +119,8 @@ class Counters:
             excluded=self.excluded,
             resident=resident,
             peak_resident=max(self.peak_resident, resident),
+            pinned=pinned[0],
+            pinned_asked=pinned[1],
             stall_seconds=self.stall_seconds,
             steps=self.steps,
             modes=dict(modes),

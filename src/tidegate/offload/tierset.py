@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tidegate.tiers.host import HostTier
 from tidegate.tiers.tier import Tier
 
 __all__ = ["TierSet"]
@@ -64,6 +65,11 @@ class TierSet:
         if self._opened:
             self._modes = {tier.name: tier.mode for tier in self._opened}
         return dict(self._modes)
+
+    def pinned(self) -> tuple[int, int]:
+        """Bytes that the tiers have page-locked, and the most that were asked for at once."""
+        hosts = [tier for tier in self._opened or () if isinstance(tier, HostTier)]
+        return sum(tier.pinned for tier in hosts), sum(tier.peak for tier in hosts if tier.pinned)
 
     def spill_dirs(self) -> tuple[Path, ...]:
         """Run directories of the disk tier, if it is open."""

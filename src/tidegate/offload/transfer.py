@@ -114,6 +114,10 @@ class Mover(Protocol):
         """Waits until no copy uses host memory."""
         ...
 
+    def pinned(self) -> tuple[int, int]:
+        """Bytes of staging memory that are page-locked, and the most that were asked for at once."""
+        ...
+
     def stamp(self) -> Any:
         """Marks a moment of the current stream."""
         ...
@@ -276,6 +280,9 @@ class CpuMover:
 
     def quiesce(self) -> None:
         pass
+
+    def pinned(self) -> tuple[int, int]:
+        return 0, 0
 
     def stamp(self) -> float:
         return time.perf_counter()

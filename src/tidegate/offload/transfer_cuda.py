@@ -82,14 +82,12 @@ class CudaMover:
         self._dying: deque[tuple[tuple[torch.cuda.Event, ...], HostTier, HostLease]] = deque()
         self._dying_lock = threading.Lock()
         self._reclaimed: deque[torch.cuda.Event] = deque()  # memory that these still use must not be unmapped
-        self._outward: deque[_Timed] = deque(maxlen=4096)
-        self._inward: deque[_Timed] = deque(maxlen=4096)
+        self._outward, self._inward = _Rate(), _Rate()
         self._watching = False
 
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of page-locked memory mapped for staging."""
-        return 0 if self._pool is None else self._pool.mapped
+    def pinned(self) -> tuple[int, int]:
+        pool = self._pool
+        return (0, 0) if pool is None or not pool.pinned else (pool.pinned, pool.peak)
 
     def producer(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
@@ -374,10 +372,10 @@ class CudaMover:
 
     def rates(self) -> tuple[float | None, float | None]:
         """Bytes a second of the copies out and in that are over, since the last call; None where there was none."""
-        return _rate(self._outward), _rate(self._inward)
+        return self._outward.take(), self._inward.take()
 
     @contextmanager
-    def _timed(self, stream: torch.cuda.Stream, nbytes: int, book: deque[_Timed]) -> Iterator[None]:
+    def _timed(self, stream: torch.cuda.Stream, nbytes: int, rate: _Rate) -> Iterator[None]:
         if not self._watching:
             yield
             return
@@ -385,13 +383,32 @@ class CudaMover:
         began.record(stream)
         yield
         ended.record(stream)
-        book.append(_Timed(nbytes, began, ended))
+        rate.add(_Timed(nbytes, began, ended))
 
 
-def _rate(book: deque[_Timed]) -> float | None:
-    nbytes, seconds = 0, 0.0
-    while book and book[0].ended.query():
-        copy = book.popleft()
-        nbytes += copy.nbytes
-        seconds += copy.began.elapsed_time(copy.ended) / 1e3
-    return nbytes / seconds if seconds else None
+class _Rate:
+    """Rate of the copies of one direction, over enough of them to mean something."""
+
+    def __init__(self) -> None:
+        self._copies: deque[_Timed] = deque(maxlen=4096)
+        self._nbytes = 0
+        self._seconds = 0.0
+
+    def add(self, copy: _Timed) -> None:
+        self._copies.append(copy)
+
+    def take(self) -> float | None:
+        """Bytes a second since the last answer; None until there is enough to tell."""
+        while self._copies and self._copies[0].ended.query():
+            copy = self._copies.popleft()
+            self._nbytes += copy.nbytes
+            self._seconds += copy.began.elapsed_time(copy.ended) / 1e3
+        if self._nbytes < _TELLING or not self._seconds:
+            return None
+        rate = self._nbytes / self._seconds
+        self._nbytes, self._seconds = 0, 0.0
+        return rate
+
+
+_TELLING = 4 << 30
+"""Bytes of copies that tell a rate."""

@@ -63,6 +63,13 @@ class SlabPool:
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)
         self._closed = False
+        self._asked = self._peak = 0
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were handed out at once, as asked for."""
+        with self._lock:
+            return self._peak
 
     @property
     def used(self) -> int:
@@ -156,9 +163,12 @@ class SlabPool:
 
     def _lease(self, room: _Room, offset: int, nbytes: int, phase: int) -> HostLease:
         start = offset + phase
+        self._asked += nbytes
+        self._peak = max(self._peak, self._asked)
         return HostLease(nbytes, room.slab.address + start, room.slab.view(start, nbytes), room, offset)
 
     def _give_back(self, lease: HostLease) -> None:
+        self._asked -= lease.nbytes
         lease.slab.extents.free(lease.offset)
         self._freed.notify_all()
 
@@ -214,6 +224,11 @@ class HostTier:
     def mapped(self) -> int:
         """Bytes mapped."""
         return self._pool.mapped
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were handed out at once, as asked for."""
+        return self._pool.peak
 
     def reserve(self, nbytes: int, phase: int = 0, *, grow: bool = True, trim: bool = True) -> HostLease | None:
         """Takes a span, or None when the tier is full; as SlabPool.reserve."""
