@@ -11,11 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from tidegate import cli, doctor
-from tidegate._extras import EXTRAS, load
+from tidegate._extras import EXTRAS, Extra, load
 from tidegate.doctor import examine
 from tidegate.errors import MissingExtraError
 from tidegate.memory.filesystem import Filesystem
+from tidegate.memory.gds import GdsStatus, Obstacle
 from tidegate.memory.host import HostLimit
+from tidegate.memory.probe import DiskRate, KvikioStatus
 
 PARTS = ["versions", "extras", "settings", "host", "devices", "disks"]
 
@@ -103,6 +105,72 @@ def test_a_gpu_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPat
     assert remedies(report, "cuda:0: uncorrectable ECC error")
 
 
+# GPUDirect and kvikio
+
+
+def test_a_kvikio_that_is_not_installed_is_no_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(EXTRAS, "gds", Extra("kvikio", ("no-such-distribution",)))
+    report = examine((str(tmp_path),), quick=True)
+    assert report.tables["extras"]["gds"] == "not installed"
+    assert not remedies(report, "kvikio")
+
+
+@pytest.mark.parametrize(
+    ("status", "shown", "problem"),
+    [
+        (KvikioStatus(True, "compat_mode=AUTO"), "26.10 (compat_mode=AUTO)", False),
+        (KvikioStatus(False, "importing kvikio fails"), "26.10 (importing kvikio fails)", True),
+    ],
+)
+def test_an_installed_kvikio_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: KvikioStatus, shown: str, problem: bool
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "26.10")
+    monkeypatch.setattr(doctor, "kvikio_status", lambda: status)
+    report = examine((str(tmp_path),), quick=True)
+    assert report.tables["extras"]["gds"] == shown
+    assert bool(remedies(report, "importing kvikio fails")) is problem
+
+
+PROVED = GdsStatus(True, True, True, "GPUDirect is real", "", False, 6.0, 6.5, 3.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "mode", "row"),
+    [
+        (PROVED, "kvikio-gds", {"used": True, "why": "GPUDirect is real", "write GB/s": 6.0, "posix read GB/s": 4.0}),
+        (
+            GdsStatus(False, False, None, "nvidia-fs is not loaded", "modprobe nvidia-fs"),
+            "posix-direct",
+            {"used": False, "why": "nvidia-fs is not loaded", "remedy": "modprobe nvidia-fs"},
+        ),
+    ],
+)
+def test_the_mode_of_a_disk_is_the_one_that_would_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: GdsStatus, mode: str, row: dict[str, object]
+) -> None:
+    monkeypatch.setattr(doctor, "_first_gpu", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(doctor, "gds_status", lambda path, device: status)
+    monkeypatch.setattr(doctor, "disk_rate", lambda path: DiskRate(3.0, 4.0, "posix-direct"))
+    monkeypatch.setattr(doctor, "host_copy_rate", lambda: 1.0)
+    disk = examine((str(tmp_path),)).tables["disks"][str(tmp_path)]
+    assert disk["mode"] == mode
+    assert disk["GPUDirect"].items() >= row.items()
+
+
+def test_without_a_gpu_gpudirect_is_no_question(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "_first_gpu", lambda: torch.device("cpu"))
+    disk = examine((str(tmp_path),), quick=True).tables["disks"][str(tmp_path)]
+    assert disk["GPUDirect"] == {"used": False, "why": "there is no GPU"}
+
+
+def test_without_measuring_known_obstacles_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "_first_gpu", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(doctor, "gds_obstacles", lambda path, device: [Obstacle("nvidia-fs is not loaded", "load it")])
+    disk = examine((str(tmp_path),), quick=True).tables["disks"][str(tmp_path)]
+    assert disk["GPUDirect"] == {"used": "not measured", "why": "nvidia-fs is not loaded"}
+
+
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
 def test_a_malicious_lightning_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
@@ -141,8 +209,6 @@ def test_a_package_that_is_there_but_lacks_another_raises_its_own_error() -> Non
 
 
 def _load_missing(package: str) -> None:
-    from tidegate._extras import Extra
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EXTRAS, "here", Extra(package, (package,)))
         load("nowhere", "here", "the plot")

@@ -16,7 +16,15 @@ from tidegate._extras import EXTRAS
 from tidegate.config import OffloadConfig
 from tidegate.errors import TidegateError
 from tidegate.memory import headroom
-from tidegate.memory.probe import disk_rate, host_copy_rate, kvikio_status, link_rate
+from tidegate.memory.probe import (
+    GdsStatus,
+    disk_rate,
+    gds_obstacles,
+    gds_status,
+    host_copy_rate,
+    kvikio_status,
+    link_rate,
+)
 from tidegate.tiers.paths import disk_room, usable_disk_paths
 
 __all__ = ["Finding", "Report", "examine"]
@@ -101,10 +109,14 @@ def _extras(report: Report) -> dict[str, Any]:
             f"lightning {found['lightning']} is a malicious release (GHSA-w37p-236h-pfx3)",
             "take this machine off the network, follow the advisory, and install another version",
         )
-    status = kvikio_status()
-    if EXTRAS["gds"].version is not None and not status.usable:
-        report.problem(f"kvikio: {status.detail}", "none is needed: the disk tier does without; or reinstall kvikio")
-    return found | {"kvikio": status.to_dict()}
+    if EXTRAS["gds"].version is not None:
+        status = kvikio_status()
+        found["gds"] = f"{found['gds']} ({status.detail})"
+        if not status.usable:
+            report.problem(
+                f"kvikio: {status.detail}", "none is needed: the disk tier does without; or reinstall kvikio"
+            )
+    return found
 
 
 def _settings(report: Report) -> dict[str, Any]:
@@ -210,6 +222,8 @@ def _disk(report: Report, path: str, quick: bool) -> dict[str, Any]:
         report.problem(f"{path} is {system.kind}, on another machine", "name a directory on a local disk")
     if free < _LOW_DISK:
         report.problem(f"{path} has {free / 2**30:.2f} GiB free", "free space, or name a larger disk")
+    device = _first_gpu()
+    direct = None if quick else gds_status(path, device)
     if not quick:
         try:
             rates = disk_rate(path)
@@ -218,10 +232,34 @@ def _disk(report: Report, path: str, quick: bool) -> dict[str, Any]:
                 f"{path}: writing and reading failed: {error}", "check the disk, its quota and its free space"
             )
         else:
-            row |= {"mode": rates.mode, "write GB/s": round(rates.write, 3), "read GB/s": round(rates.read, 3)}
+            mode = "kvikio-gds" if direct is not None and direct.pays else rates.mode
+            row |= {"mode": mode, "write GB/s": round(rates.write, 3), "read GB/s": round(rates.read, 3)}
             if rates.write < _SLOW_DISK or rates.read < _SLOW_DISK:
                 report.problem(
                     f"{path} writes {rates.write:.2f} and reads {rates.read:.2f} GB/s",
                     "name a faster disk; several disk_paths on separate devices add up",
                 )
+    return row | {"GPUDirect": _gpudirect(path, device, direct)}
+
+
+def _first_gpu() -> torch.device:
+    """The GPU that GPUDirect is tried with; the CPU where there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # told under devices
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _gpudirect(path: str, device: torch.device, status: GdsStatus | None) -> dict[str, Any]:
+    if device.type == "cpu":
+        return {"used": False, "why": "there is no GPU"}
+    if status is None:
+        known = "; ".join(obstacle.what for obstacle in gds_obstacles(path, device))
+        return {"used": "not measured", "why": known or "nothing is known against it"}
+    row: dict[str, Any] = {"used": status.pays, "why": status.detail}
+    if status.remedy:
+        row["remedy"] = status.remedy
+    for name in ("write", "read", "posix_write", "posix_read"):
+        rate = getattr(status, name)
+        if rate is not None:
+            row[f"{name.replace('_', ' ')} GB/s"] = round(rate, 3)
     return row

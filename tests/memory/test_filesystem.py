@@ -76,6 +76,12 @@ def test_shared_memory_is_ram() -> None:
     assert filesystem_of("/dev/shm").is_ram
 
 
+def test_options_of_the_mount_and_of_its_file_system_are_told(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m,nosuid", "tmpfs") as target:
+        assert {"nosuid", "size=1024k"} <= filesystem_of(target).options
+    assert filesystem_of("/dev/shm").options & {"rw", "ro"}
+
+
 def test_a_folder_is_on_its_parent_s_file_system(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
 import os
 import stat
@@ -12,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiers.fake_kvikio import FakeKvikio
 
 from tidegate.memory import probe
-from tidegate.memory.probe import disk_rate, host_copy_rate, kvikio_status, link_rate
+from tidegate.memory.probe import KvikioStatus, disk_rate, host_copy_rate, kvikio_status, link_rate
 
 real_open = os.open
 
@@ -107,19 +107,22 @@ def test_kvikio_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert not kvikio_status().usable
 
 
-@pytest.mark.parametrize("error", [RuntimeError("libcufile"), OSError("libcuda.so.1"), ImportError("cupy")])
-def test_kvikio_whose_import_fails_is_said(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    real_import = builtins.__import__
+@pytest.mark.parametrize("error", ["RuntimeError", "OSError", "ImportError", "SystemError"])
+def test_kvikio_whose_import_fails_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str) -> None:
+    (tmp_path / "kvikio.py").write_text(f"raise {error}('libcufile.so')")
+    monkeypatch.delitem(sys.modules, "kvikio", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert kvikio_status() == KvikioStatus(False, f"importing kvikio fails: {error}: libcufile.so")
 
-    def broken(name: str, *rest: Any, **more: Any) -> Any:
-        if name.startswith("kvikio"):
-            raise error
-        return real_import(name, *rest, **more)
 
-    monkeypatch.setattr(builtins, "__import__", broken)
-    status = kvikio_status()
-    assert not status.usable
-    assert str(error) in status.detail
+def test_kvikio_that_can_be_asked_gives_its_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "load_kvikio", FakeKvikio)
+    assert kvikio_status() == KvikioStatus(True, "compat_mode=AUTO")
+
+
+def test_kvikio_that_fails_when_it_is_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "load_kvikio", lambda: object())
+    assert not kvikio_status().usable
 
 
 @pytest.mark.gpu

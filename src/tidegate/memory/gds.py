@@ -179,7 +179,7 @@ def _path_obstacles(path: str | os.PathLike[str]) -> list[Obstacle]:
     if system.kind == "ext4" and "data=ordered" not in system.options:
         return [
             Obstacle(
-                f"{place} is ext4 that is not mounted with data=ordered",
+                f"{place} is ext4, and its mount options do not name data=ordered, for which cuFile looks",
                 f"remount it: mount -o remount,data=ordered {system.mount}, or the same in /etc/fstab",
             )
         ]

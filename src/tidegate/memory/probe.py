@@ -16,9 +16,23 @@ from typing import Any
 
 import torch
 
+from tidegate.memory.cufile import KvikioError, load_kvikio
+from tidegate.memory.gds import GdsStatus, gds_obstacles, gds_status
 from tidegate.memory.pinned import Slab, copy_bytes
 
-__all__ = ["DiskRate", "KvikioStatus", "LinkRate", "disk_rate", "host_copy_rate", "kvikio_status", "link_rate"]
+__all__ = [
+    "DiskRate",
+    "GdsStatus",
+    "KvikioStatus",
+    "LinkRate",
+    "device_copy_rate",
+    "disk_rate",
+    "gds_obstacles",
+    "gds_status",
+    "host_copy_rate",
+    "kvikio_status",
+    "link_rate",
+]
 
 _BLOCK = 32 << 20
 _SECONDS = 0.3
@@ -191,18 +205,27 @@ def link_rate(device: torch.device) -> LinkRate:
     return LinkRate(_rate(copy(slab.tensor, block)), _rate(copy(block, slab.tensor)), slab.pinned)
 
 
-def kvikio_status() -> KvikioStatus:
-    """Whether kvikio can be used. Its import raises RuntimeError without cuFile, and file I/O needs libcuda."""
-    try:
-        import kvikio.defaults  # pyright: ignore[reportMissingImports]
+def device_copy_rate(device: torch.device) -> float:
+    """Copies within a GPU's memory, in GB/s of bytes copied."""
+    source = torch.zeros(_BLOCK, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
 
-        return KvikioStatus(True, f"compat_mode={kvikio.defaults.get('compat_mode')}")
-    except ModuleNotFoundError as error:
-        if error.name == "kvikio":
-            return KvikioStatus(False, "not installed")
-        return KvikioStatus(False, f"import fails: {error}")
+    def run() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize(device)
+
+    return _rate(run)
+
+
+def kvikio_status() -> KvikioStatus:
+    """Whether kvikio can be imported and asked; whether its I/O works is for `gds_status` to see."""
+    try:
+        mode = load_kvikio().defaults.get("compat_mode")
+    except KvikioError as error:
+        return KvikioStatus(False, str(error))
     except Exception as error:
-        return KvikioStatus(False, f"import fails: {error}")
+        return KvikioStatus(False, f"asking kvikio fails: {error}")
+    return KvikioStatus(True, f"compat_mode={getattr(mode, 'name', mode)}")
 
 
 def _rate(copy: Callable[[], None]) -> float:

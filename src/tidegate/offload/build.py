@@ -183,6 +183,10 @@ class _Rooms:
         write, read = self._disk_rates()
         if self._surroundings.on_cpu:
             return Lane(write, read, capacity=tier.capacity)
+        ring = self._direct.staging(self._surroundings.device)
+        if ring is not None:
+            copy = 1e9 * probe.device_copy_rate(self._surroundings.device)
+            return Lane(copy, copy, store=write, load=read, depth=ring.capacity, capacity=tier.capacity)
         out, back = self._link()
         return Lane(out, back, store=write, load=read, depth=2 * self.window, capacity=tier.capacity)
 
@@ -196,6 +200,10 @@ class _Rooms:
     def _disk_rates(self) -> tuple[float, float]:
         """Of all paths together; those on one device share it."""
         devices = {filesystem_of(path).device: path for path in self._paths}
+        direct = [self._direct.rate(path) for path in devices.values()]
+        known = [rate for rate in direct if rate is not None]
+        if len(known) == len(devices):
+            return 1e9 * sum(write for write, _ in known), 1e9 * sum(read for _, read in known)
         rates = [probe.disk_rate(path, self._config.io_threads) for path in devices.values()]
         return 1e9 * sum(rate.write for rate in rates), 1e9 * sum(rate.read for rate in rates)
 

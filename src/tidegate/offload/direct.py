@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -38,12 +38,7 @@ class DirectDisk:
         self._window = window
         self._pieces: KvikioPieceIo | None = None
         self._rings: dict[torch.device, DeviceRing] = {}
-        self.statuses: tuple[GdsStatus, ...] = ()
-
-    @property
-    def on(self) -> bool:
-        """Whether kvikio moves the bytes."""
-        return self._pieces is not None
+        self._statuses: dict[str, GdsStatus] = {}
 
     def tier(self, paths: Sequence[str], device: torch.device, make: Callable[[PieceIo | None], DiskTier]) -> DiskTier:
         """Opens the disk tier in the way that is chosen now.
@@ -81,24 +76,27 @@ class DirectDisk:
             _log.warning("%s: bytes pass through host memory on their way to disk: %s", device, error)
             return None
 
+    def rate(self, path: str) -> tuple[float, float] | None:
+        """GB/s of writes and reads on a path; None where kvikio does not move the bytes."""
+        status = self._statuses.get(path)
+        if self._pieces is None or status is None or status.write is None or status.read is None:
+            return None
+        return status.write, status.read
+
     def _choose(self, paths: Sequence[str], device: torch.device) -> str | None:
         """The mode of kvikio, or None for POSIX calls."""
         if device.type != "cuda" or self._wanted is False:
             return None
         forced = self._wanted is True
-        self.statuses = tuple(gds_status(path, device, threads=self._threads, forced=forced) for path in paths)
-        if forced:
-            for status in self.statuses:
-                if not status.usable:
-                    raise _unusable(status.detail)
-            mode = "kvikio-gds" if all(status.real for status in self.statuses) else "kvikio-compat"
-        else:
-            refused = next((status for status in self.statuses if not status.pays), None)
-            if refused is not None:
-                _log.info("GPUDirect Storage is not used: %s", refused.detail)
+        self._statuses = {path: gds_status(path, device, threads=self._threads, forced=forced) for path in paths}
+        for path, status in self._statuses.items():
+            if forced and not status.usable:
+                raise _unusable(status.detail)
+            if not forced and not status.pays:
+                _log.info("GPUDirect Storage is not used: %s (%s)", status.detail, path)
                 return None
-            mode = "kvikio-gds"
-        _log.info("the disk tier runs on kvikio (%s): %s", mode, "; ".join(status.detail for status in self.statuses))
+        mode = "kvikio-gds" if all(status.real for status in self._statuses.values()) else "kvikio-compat"
+        _log.info("the disk tier runs on kvikio (%s): %s", mode, _details(self._statuses))
         return mode
 
     def _open(self, mode: str, device: torch.device, make: Callable[[PieceIo | None], DiskTier]) -> DiskTier:
@@ -116,6 +114,10 @@ class DirectDisk:
         self._rings.clear()
         if pieces is not None:
             pieces.close()
+
+
+def _details(statuses: Mapping[str, GdsStatus]) -> str:
+    return "; ".join(f"{status.detail} ({path})" for path, status in statuses.items())
 
 
 def _unusable(why: str) -> ConfigError:
