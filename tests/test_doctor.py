@@ -15,8 +15,9 @@ from tidegate._extras import EXTRAS, Extra, load
 from tidegate.doctor import examine
 from tidegate.errors import MissingExtraError
 from tidegate.memory.filesystem import Filesystem
-from tidegate.memory.gds import GdsStatus, Obstacle
+from tidegate.memory.gds import GdsStatus
 from tidegate.memory.host import HostLimit
+from tidegate.memory.nvfs import Obstacle
 from tidegate.memory.probe import DiskRate, KvikioStatus
 
 PARTS = ["versions", "extras", "settings", "host", "devices", "disks"]

@@ -19,12 +19,13 @@ import tidegate
 from tidegate.memory import gds
 from tidegate.memory.cufile import KvikioError, load_kvikio
 from tidegate.memory.gds import gds_status
+from tidegate.memory.nvfs import module_loaded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 MiB = 2**20
 KVIKIO = ("kvikio-gds", "kvikio-compat")
-LOADED = gds._STATS.parent.exists()
+LOADED = module_loaded()
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,11 @@ import pytest
 import torch
 from tests.tiers.fake_kvikio import FakeKvikio
 
-from tidegate.memory import cufile, gds, gds_trial
+from tidegate.memory import cufile, gds, gds_trial, nvfs
 from tidegate.memory.cufile import KvikioError, load_kvikio
 from tidegate.memory.filesystem import Filesystem
-from tidegate.memory.gds import GdsStatus, NvfsCounters, Obstacle, gds_obstacles, gds_status, judge, nvfs_counters
+from tidegate.memory.gds import GdsStatus, gds_status, judge
+from tidegate.memory.nvfs import NvfsCounters, Obstacle, gds_obstacles, nvfs_counters
 
 GPU = torch.device("cuda", 0)
 
@@ -138,11 +139,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (tmp_path / "dev" / "nvidia-fs0").touch()
     (tmp_path / "version").write_text("Linux version 6.8.0-generic")
     (tmp_path / "cufile.json").touch()
-    monkeypatch.setattr(gds, "_STATS", stats)
-    monkeypatch.setattr(gds, "_UDEV", str(tmp_path / "udev"))
-    monkeypatch.setattr(gds, "_DEVICES", str(tmp_path / "dev"))
-    monkeypatch.setattr(gds, "_VERSION", tmp_path / "version")
-    monkeypatch.setattr(gds, "_CONFIG", str(tmp_path / "cufile.json"))
+    monkeypatch.setattr(nvfs, "_STATS", stats)
+    monkeypatch.setattr(nvfs, "_UDEV", str(tmp_path / "udev"))
+    monkeypatch.setattr(nvfs, "_DEVICES", str(tmp_path / "dev"))
+    monkeypatch.setattr(nvfs, "_VERSION", tmp_path / "version")
+    monkeypatch.setattr(nvfs, "_CONFIG", str(tmp_path / "cufile.json"))
     monkeypatch.delenv("CUFILE_ENV_PATH_JSON", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     on_disk(monkeypatch, "ext4", "rw", "data=ordered")
@@ -153,7 +154,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def on_disk(monkeypatch: pytest.MonkeyPatch, kind: str, *options: str) -> None:
     system = Filesystem("/nvme0", kind, "/dev/nvme0n1", 1, False, frozenset(options))
-    monkeypatch.setattr(gds, "filesystem_of", lambda path: system)
+    monkeypatch.setattr(nvfs, "filesystem_of", lambda path: system)
 
 
 def told(path: Path) -> str:
@@ -165,7 +166,7 @@ def test_on_a_machine_made_for_it_nothing_stands_in_the_way(machine: Path) -> No
 
 
 def test_a_missing_module_is_told(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gds, "_STATS", machine / "none" / "stats")
+    monkeypatch.setattr(nvfs, "_STATS", machine / "none" / "stats")
     assert "nvidia-fs is not loaded" in told(machine)
 
 
@@ -340,7 +341,7 @@ def test_nothing_is_started_where_the_module_is_not_loaded(
     machine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made: list[str] = []
-    monkeypatch.setattr(gds, "_STATS", machine / "none" / "stats")
+    monkeypatch.setattr(nvfs, "_STATS", machine / "none" / "stats")
     monkeypatch.setattr(gds, "_try", lambda *_: made.append("trial") or REPORT | {"counted": False})
     status = gds_status(tmp_path, GPU)
     assert not status.pays

@@ -18,6 +18,7 @@ from tests.tiers.memory_buffers import Span
 
 from tidegate.errors import CorruptionError, TierIOError
 from tidegate.memory.cufile import DeviceFile, KvikioError
+from tidegate.tiers import io_kvikio
 from tidegate.tiers.disk import DiskLease, DiskTier
 from tidegate.tiers.io_kvikio import DeviceLease, DeviceRing, KvikioPieceIo, fingerprint
 from tidegate.tiers.io_posix import PosixIo
@@ -233,6 +234,16 @@ def test_a_short_read_is_tried_again_by_system_calls(tmp_path: Path) -> None:
     with opened(tmp_path) as deck:
         lease, original = deck.stored(200_001)
         deck.kvikio.on_read = lambda size: size - 4096
+        assert torch.equal(deck.read_back(lease), original)
+
+
+def test_a_full_device_does_not_keep_bytes_from_coming_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(span: object, start: int, nbytes: int) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with opened(tmp_path) as deck:
+        lease, original = deck.stored(200_001)
+        monkeypatch.setattr(io_kvikio, "_fingerprint", full)
         assert torch.equal(deck.read_back(lease), original)
 
 

@@ -72,8 +72,7 @@ def own_stream(device: torch.device) -> Iterator[int]:
     if stream is None:
         # Of high priority: those come from a set of their own, so that no copy stream is given out a second time.
         stream = streams[device] = torch.cuda.Stream(device, priority=-1)
-        with torch.cuda.stream(stream):
-            torch.zeros(1, device=device)  # a launch binds the device's context to the thread: kvikio needs one
+        stream.record_event()  # binds the device's context to the thread, which kvikio needs; it takes no memory
     with torch.cuda.stream(stream):
         stream.synchronize()
         yield int(stream.cuda_stream)

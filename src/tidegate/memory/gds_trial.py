@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tidegate.memory.cufile import DeviceFile, DeviceSpan, KvikioError, load_kvikio, own_stream
-from tidegate.memory.gds import read_counters
+from tidegate.memory.nvfs import read_counters
 from tidegate.memory.pinned import Slab
 
 __all__ = ["trial"]

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from tidegate.memory.cufile import KvikioError, load_kvikio
-from tidegate.memory.gds import GdsStatus, gds_obstacles, gds_status
+from tidegate.memory.gds import GdsStatus, gds_status
+from tidegate.memory.nvfs import gds_obstacles
 from tidegate.memory.pinned import Slab, copy_bytes
 
 __all__ = [

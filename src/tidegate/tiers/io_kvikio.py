@@ -216,7 +216,7 @@ class KvikioPieceIo(PieceIo):
             try:
                 self._read_direct(fd, offset, lease.span, start, target.nbytes, serial, mark)
                 return
-            except OSError as error:
+            except (OSError, torch.OutOfMemoryError) as error:  # the fingerprint takes a little memory
                 self._say(error)
         self._read_by_host(fd, offset, lease.span, start, target.nbytes, phase, serial, mark)
 
@@ -259,7 +259,7 @@ class KvikioPieceIo(PieceIo):
             raise _other_bytes(target.nbytes)
         copy_bytes(target.address, whole.address, target.nbytes)
 
-    def _say(self, error: OSError) -> None:
+    def _say(self, error: Exception) -> None:
         if not self._said:
             self._said = True
             _log.warning("disk tier: a read by kvikio failed (%s); it is tried again by POSIX calls", error)
