@@ -49,12 +49,12 @@ def build(width: int = 256, blocks: int = 4) -> nn.Sequential:
     return nn.Sequential(*(Block(width) for _ in range(blocks)), nn.Linear(width, 16)).cuda()
 
 
-def train(model: nn.Module, steps: int = 5, batch: int = 8, autocast: bool = False) -> list[Tensor]:
+def train(model: nn.Module, steps: int = 5, batch: int = 8, autocast: bool = False, width: int = 256) -> list[Tensor]:
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     seen: list[Tensor] = []
     for _ in range(steps):
-        x = torch.randn(batch, 256, 256, device="cuda")
+        x = torch.randn(batch, 256, width, device="cuda")
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss = model(x).float().pow(2).mean()
         loss.backward()
