@@ -582,7 +582,7 @@ class Engine:
             if unit is None:
                 return
             due = None if course is None else course.may_read(step.number(unit), step.lowest)
-            if due is None and not self._within_window(unit, step if course is None else None):
+            if due is None and not self._within_window(unit, step, steered=course is not None):
                 return
             if unit.state is State.LEAVING and not unit.claimed:
                 self._claim(unit)
@@ -598,9 +598,11 @@ class Engine:
                 self._claim(unit)
             step.cursor -= 1
 
-    def _within_window(self, unit: Unit, step: Step | None) -> bool:
-        """Whether a unit may come back so far ahead of its use. What is kept in between is a distance, too."""
-        if step is not None and step.ahead() > self.window:
+    def _within_window(self, unit: Unit, step: Step, *, steered: bool) -> bool:
+        """Whether prefetch may go on to a unit so far ahead of its use. What is kept in between is a distance, too."""
+        if steered and unit.state is State.RESIDENT:
+            return True
+        if not steered and step.ahead() > self.window:
             return False
         return not self._coming_bytes or self._coming_bytes + unit.nbytes <= self.window
 
