@@ -77,6 +77,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch": 2,
         "sequence": 1024,
         "modes": ["keep", "disk-free", "disk-everything"],
+        "steps": 5,
     },
 }
 for _model in ("bert", "t5"):
@@ -211,7 +212,9 @@ def measure(mode: str, model: Stack, inputs: tuple[Tensor, Tensor], args: argpar
     settle(model)
     try:
         with running(mode, model, args) as run:
-            warm_up = args.warm_up if args.warm_up is not None else (10 if mode.endswith("free") else 4)
+            warm_up = (
+                args.warm_up if args.warm_up is not None else {"free": 10, "everything": 2}.get(mode.split("-")[-1], 4)
+            )
             for _ in range(warm_up):
                 step(run, model, inputs, clock)
             if run.session is not None:
@@ -225,6 +228,8 @@ def measure(mode: str, model: Stack, inputs: tuple[Tensor, Tensor], args: argpar
                 row.peak = torch.cuda.max_memory_allocated() - before
                 row.retries = torch.cuda.memory_stats()["num_alloc_retries"] - retries
             fill(row, steps, run.session, args.steps)
+            if mode == "disk-everything" and run.session is not None:
+                row.derived |= paced(run, run.session, model, inputs, clock)
             if args.trace:
                 row.trace = traced(run, model, inputs, clock, Path(args.trace) / f"{mode}.json")
     except (RuntimeError, ImportError, OSError, tidegate.TidegateError) as error:
@@ -248,6 +253,26 @@ def step(run: Running, model: Stack, inputs: tuple[Tensor, Tensor], clock: Clock
     end = clock.stamp()
     clock.synchronize()
     return clock.seconds(start, turn), clock.seconds(turn, end), after, float(y_BTD.detach().float().square().mean())
+
+
+def paced(
+    run: Running, session: tidegate.OffloadSession, model: Stack, inputs: tuple[Tensor, Tensor], clock: Clock
+) -> dict[str, float]:
+    """Bytes a second of writing alone, until the last byte of a forward is stored, and of reading alone."""
+    rates: dict[str, list[float]] = {"write": [], "read": []}
+    for _ in range(3):
+        settle(model)
+        session.reset_stats()
+        started = time.perf_counter()
+        y_BTD = run.forward(inputs[0])
+        written = sum(session.stats().written.values())  # waits for the writes
+        turned = time.perf_counter()
+        y_BTD.backward(inputs[1])
+        clock.synchronize()
+        ended = time.perf_counter()
+        rates["write"].append(written / (turned - started))
+        rates["read"].append(sum(session.stats().read.values()) / (ended - turned))
+    return {f"{name} bytes a second": statistics.median(some) for name, some in rates.items()}
 
 
 def fill(row: Row, steps: list[tuple[float, float, int, float]], session: Any, count: int) -> None:
@@ -393,8 +418,8 @@ def derive(rows: list[Row], link: dict[str, float], disk: dict[str, float]) -> N
             hideable = min(keep.forward * disk["write"], keep.backward * disk["read"])
             row.derived["hidden / what the disk can hide"] = written / hideable
         if row.mode == "disk-everything" and disk:
-            row.derived["write / raw"] = written / max(row.forward, keep.forward) / disk["write"]
-            row.derived["read / raw"] = read / max(row.backward, keep.backward) / disk["read"]
+            for name in ("write", "read"):
+                row.derived[f"{name} / raw"] = row.derived.pop(f"{name} bytes a second", math.nan) / disk[name]
 
 
 # Exactness
@@ -478,10 +503,8 @@ def parse() -> argparse.Namespace:
     for name in ("hidden", "layers", "batch", "sequence"):
         parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=7, help="timed steps")
-    parser.add_argument(
-        "--warm-up", type=int, help="steps before them; default 4, and 10 for the modes that measure first"
-    )
+    parser.add_argument("--steps", type=int, default=argparse.SUPPRESS, help="timed steps; default 7")
+    parser.add_argument("--warm-up", type=int, help="steps before; default 10 for free, 2 for everything, else 4")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--head", type=int, default=128, help="size of an attention head")
@@ -499,14 +522,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--trace", help="profile one step of each mode and write what it showed to this directory")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    defaults = {
-        "model": "gpt",
-        "hidden": 1024,
-        "layers": 4,
-        "batch": 8,
-        "sequence": 512,
-        "modes": ["keep", "host-free"],
-    }
+    defaults: dict[str, Any] = {"model": "gpt", "hidden": 1024, "layers": 4, "batch": 8, "sequence": 512}
+    defaults |= {"modes": ["keep", "host-free", "host-everything"], "steps": 7}
     args = parser.parse_args()
     return argparse.Namespace(**(defaults | PRESETS.get(args.preset, {}) | vars(args)))
 

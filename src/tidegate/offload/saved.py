@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tidegate.errors import TidegateError
+from tidegate.offload.captured import captures, say_captured
 from tidegate.offload.engine import Engine
 from tidegate.offload.handle import SavedHandle
 from tidegate.offload.step import Step
@@ -97,6 +99,9 @@ class Packer:
         tensor = tensor.detach()
         if torch._C._current_graph_task_id() != -1 or self._engine.interrupted:
             return Kept(tensor)  # saved by backward itself: needed again at once
+        if tensor.is_cuda and captures():
+            say_captured()
+            return Kept(tensor)  # a replay reads it where it was
         if type(tensor) not in _PLAIN_TYPES or not _is_plain(tensor):
             return self._pack_special(tensor)
         storage = tensor.untyped_storage()
@@ -126,6 +131,11 @@ class Packer:
     def unpack(self, packed: SavedHandle | Kept | Distributed) -> Tensor:
         """Gives the tensor back; may run more than once."""
         if type(packed) is SavedHandle:
+            if packed.unit.device.type == "cuda" and captures():
+                raise TidegateError(
+                    "a CUDA graph is captured over a backward whose forward was not: its replays would read freed "
+                    "memory. Capture forward and backward together, or close the session first"
+                )
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 return packed.unpack()
         return packed.unpack()

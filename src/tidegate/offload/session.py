@@ -20,6 +20,7 @@ from tidegate.config import OffloadConfig
 from tidegate.errors import ConfigError, SessionClosedError
 from tidegate.offload import functorch
 from tidegate.offload.build import Surroundings, build_engine
+from tidegate.offload.captured import captures, say_captured
 from tidegate.offload.compiled import say_hooks_traced
 from tidegate.offload.engine import Engine
 from tidegate.offload.saved import Packer
@@ -209,6 +210,10 @@ class OffloadSession:
             return
         model = self._surroundings.model
         self._threads.drop_interrupted(model, entering=True)
+        if not self._surroundings.on_cpu and captures():  # nothing may ask the device while it records
+            say_captured()
+            self._threads.enter(self._packer, explicit=False, hooked=False)
+            return
         self._renew_if_interrupted()
         self._engine.new_scope()
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
