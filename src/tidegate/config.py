@@ -45,7 +45,7 @@ class OffloadConfig:
             is on a local disk.
         recompute: "auto" or False. Recomputation is not in this version, and "auto" means False.
         min_bytes: Smaller saved tensors stay on the device.
-        window: Bytes in flight, each way.
+        window: Bytes in flight on their way out. On its way back, backward runs up to twice as many bytes ahead.
         io_threads: Threads per direction and path.
         direct_io: O_DIRECT: "auto" (where the file system takes it), True or False.
         gds: GPUDirect Storage through kvikio: "auto" (where a round trip proves it real and faster), True (kvikio even

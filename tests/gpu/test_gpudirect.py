@@ -90,9 +90,9 @@ def test_training_equals_the_plain_run(tmp_path: Path, window: int, verify: bool
         stats = session.stats()
     assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
     assert stats.modes["disk"] in KVIKIO
-    assert stats.read["disk"] > 0
+    assert (stats.read.get("disk", 0) > 0) == (window < 256 * MiB)  # a step fits in the larger one
     assert stats.pinned == 0
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("tidegate-*")) == []
 
 
 @pytest.mark.usefixtures("_kvikio")
@@ -107,7 +107,7 @@ def test_what_passes_through_the_host_tier_comes_back_by_kvikio(tmp_path: Path) 
     assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
     assert stats.written["disk"] > 0
     assert stats.modes["disk"].startswith("kvikio-")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("tidegate-*")) == []
 
 
 @pytest.mark.usefixtures("_kvikio")
@@ -208,4 +208,4 @@ def test_other_settings_of_kvikio_and_of_the_allocator(tmp_path: Path, environme
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in KVIKIO
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("tidegate-*")) == []

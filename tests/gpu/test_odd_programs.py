@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import tidegate
 from tidegate import TidegateError
-from tidegate.offload import captured
+from tidegate.offload import captured, saved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -104,14 +105,18 @@ def test_two_threads_train_at_once(tmp_path: Path) -> None:
 
     plain = [loss_gradient(x) for x in inputs]
     found: dict[int, list[list[Tensor]]] = {0: [], 1: []}
+    errors: list[str] = []
     with tidegate.attach(model, config(tmp_path, verify=True)) as session:
 
         def work(number: int) -> None:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(5):
-                    with session.step():
-                        found[number].append(loss_gradient(inputs[number]))
-                torch.cuda.current_stream().synchronize()
+            try:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    for _ in range(5):
+                        with session.step():
+                            found[number].append(loss_gradient(inputs[number]))
+                    torch.cuda.current_stream().synchronize()
+            except Exception:
+                errors.append(traceback.format_exc())
 
         torch.cuda.synchronize()
         threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
@@ -119,6 +124,7 @@ def test_two_threads_train_at_once(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+        assert errors == []
         assert session.stats().moved > 0
     assert all(same(plain[number], one) for number in range(2) for one in found[number])
     assert [len(found[number]) for number in range(2)] == [5, 5]
@@ -185,15 +191,14 @@ def test_a_captured_step_is_left_alone(tmp_path: Path, caplog: pytest.LogCapture
     assert sum("CUDA graph is captured" in record.message for record in caplog.records) == 1
 
 
-def test_a_captured_backward_of_a_forward_that_was_not_is_refused(tmp_path: Path) -> None:
+def test_a_captured_backward_of_a_forward_that_was_not_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = build().eval(), torch.randn(8, 256, 256, device="cuda")
     with tidegate.attach(model, config(tmp_path, tiers=("host",))):
-        model(x).sum().backward()
-        model.zero_grad()
         loss = model(x).sum()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(TidegateError, match="captured"), torch.cuda.graph(graph):
+        monkeypatch.setattr(saved, "captures", lambda: True)  # torch itself refuses most such programs before
+        with pytest.raises(TidegateError, match="captured"):
             loss.backward()
 
 

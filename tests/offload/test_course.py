@@ -85,7 +85,7 @@ def test_what_comes_back_starts_late_but_not_too_late() -> None:
     timeline = step([256 * MB] * 64, forward=0.2, backward=0.4)
     course = chart(timeline, Lane(out=50 * GB, back=50 * GB))
     first_needed = max(gone(course))
-    assert first_needed < course.read_from[first_needed] < first_needed + 20
+    assert first_needed < dict(course.reads)[first_needed] < first_needed + 20
     assert course.early < 0.25 * course.moved
 
 
@@ -93,7 +93,7 @@ def test_a_slow_way_back_starts_earlier() -> None:
     timeline = step([256 * MB] * 64, forward=0.2, backward=0.4)
     lanes = [Lane(out=20 * GB, back=back * GB) for back in (40, 20)]
     fast, slow = (chart(timeline, lane) for lane in lanes)
-    assert slow.read_from[0] >= fast.read_from[0]
+    assert dict(slow.reads)[0] >= dict(fast.reads)[0]
     assert slow.early >= fast.early
 
 
@@ -101,7 +101,7 @@ def test_units_that_backward_never_needs_may_leave() -> None:
     units = (Observed(MB, 0.0, math.inf), Observed(MB, 0.5, 1.5))
     course = chart(Timeline(units, 1.0, 2.0, ((1.5, 1),)), Lane(out=GB, back=GB))
     assert course.leaves == (True, True)
-    assert 0 not in course.read_from
+    assert [number for number, _ in course.reads] == [1]
 
 
 @st.composite
@@ -168,8 +168,16 @@ def test_thousands_of_units_are_charted_quickly() -> None:
 
 def test_reads_are_ordered_by_need() -> None:
     course = chart(step([MB] * 50, 0.1, 0.2), Lane(out=GB, back=GB))
-    starts = [course.read_from[number] for number in gone(course)]
-    assert all(earlier <= later for earlier, later in pairwise(starts))
+    assert [number for number, _ in course.reads] == sorted(gone(course), reverse=True)
+    indices = [index for _, index in course.reads]
+    assert all(earlier >= later for earlier, later in pairwise(indices))
+
+
+def test_what_is_needed_at_once_in_another_order_is_read_in_the_order_of_need() -> None:
+    """An attention's large inputs come before its small output, which was saved after them and starts later."""
+    units = (Observed(400 * MB, 0.0, 1.5), Observed(MB, 0.5, 1.5001))
+    course = chart(Timeline(units, 1.0, 2.0, ((1.0, 9), (1.45, 8), (1.5, 0), (1.5001, 1))), Lane(out=GB, back=GB))
+    assert course.reads == ((0, 9), (1, 8))
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -32,6 +32,7 @@ from tidegate.tiers.tier import Staging, Tier
 
 __all__ = ["Surroundings", "build_engine"]
 
+_STAGING = 64 << 20
 _log = logging.getLogger("tidegate")
 
 
@@ -122,6 +123,11 @@ class _Rooms:
         pin = self._config.pin_memory
         return not self._surroundings.on_cpu if pin == "auto" else pin
 
+    @property
+    def _staging_bytes(self) -> int:
+        """Host memory through which bytes pass on their way to a disk; a larger unit does not go there."""
+        return max(2 * self.window, _STAGING)
+
     def mover(self, device: torch.device) -> Mover:
         return CpuMover() if device.type == "cpu" else self._cuda_mover(device)
 
@@ -131,7 +137,7 @@ class _Rooms:
         return CudaMover(device, functools.partial(self._staging, device))
 
     def _staging(self, device: torch.device) -> Staging:
-        return self._direct.staging(device) or SlabPool(2 * self.window, pin=self._pin)
+        return self._direct.staging(device) or SlabPool(self._staging_bytes, pin=self._pin)
 
     def open(self, name: str) -> Tier | None:
         """Opens one tier; None, said once, when it is off here."""
@@ -188,7 +194,7 @@ class _Rooms:
             copy = 1e9 * probe.device_copy_rate(self._surroundings.device)
             return Lane(copy, copy, store=write, load=read, depth=ring.capacity, capacity=tier.capacity)
         out, back = self._link()
-        return Lane(out, back, store=write, load=read, depth=2 * self.window, capacity=tier.capacity)
+        return Lane(out, back, store=write, load=read, depth=self._staging_bytes, capacity=tier.capacity)
 
     def _link(self) -> tuple[float, float]:
         if self._surroundings.on_cpu:

@@ -21,6 +21,4 @@ def say_captured() -> None:
     """Tells once that saved tensors stay: a replay reads and writes the memory that was there at capture."""
     if not _said:
         _said.append(True)
-        _log.info(
-            "a CUDA graph is captured: what is saved inside it stays on the device"
-        )
+        _log.info("a CUDA graph is captured: what is saved inside it stays on the device")

@@ -81,7 +81,8 @@ class Course:
         leaves: Whether the unit leaves when it is saved.
         released: By number of the unit saved last: units whose copies are over by then.
         last: Units whose memory is let go when forward has ended.
-        read_from: Index of a save, by number: the unit's way back begins when backward has come down to it.
+        reads: Units in the order in which their ways back begin, each with the index of a save: it begins when backward
+            has come down to it.
         moved: Bytes that leave.
         early: The most bytes that are back before they are needed, at one moment.
     """
@@ -90,7 +91,7 @@ class Course:
     leaves: tuple[bool, ...]
     released: dict[int, tuple[int, ...]]
     last: tuple[int, ...]
-    read_from: dict[int, int]
+    reads: tuple[tuple[int, int], ...]
     moved: int
     early: int
 
@@ -228,11 +229,11 @@ def _course(timeline: Timeline, lane: Lane, numbers: Sequence[int]) -> Course:
         leaves=tuple(leaves),
         released=released,
         last=tuple(last),
-        read_from={
-            number: indices[max(0, bisect.bisect_right(times, start) - 1)]
-            for number, start in starts.items()
+        reads=tuple(
+            (number, indices[max(0, bisect.bisect_right(times, start) - 1)])
+            for number, start in sorted(starts.items(), key=lambda entry: entry[1])
             if start < math.inf
-        },
+        ),
         moved=sum(units[number].nbytes for number in numbers),
         early=_most_early(timeline, starts),
     )

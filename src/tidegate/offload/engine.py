@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tidegate.errors import CorruptionError, SessionClosedError
 from tidegate.offload.cascade import Cascade, Onward
 from tidegate.offload.compiled import RegionWatch
+from tidegate.offload.free import Pilot
 from tidegate.offload.gate import Gate
 from tidegate.offload.handle import Grave, SavedHandle
 from tidegate.offload.ledger import Books, Ledger
@@ -517,6 +518,8 @@ class Engine:
             self._regions.unpacked(step)
             starts = step.reached(handle.index, torch._C._current_graph_task_id())
             if step.pilot is not None:
+                if starts:
+                    step.pilot.restart()
                 self._let_go(step, step.pilot.turns())
                 step.pilot.used(handle.index, step.number(handle.unit))
         if starts:
@@ -575,36 +578,45 @@ class Engine:
         return arrival
 
     def _prefetch(self, step: Step) -> None:
-        """Starts bringing back what backward needs next, as far ahead as the window (or the step's course) allows."""
-        course = step.pilot if step.pilot is not None and step.pilot.course is not None else None
+        """Starts bringing back what backward needs next, as far ahead as the step's course or the window allows."""
+        pilot = step.pilot
+        if pilot is not None and pilot.course is not None:
+            self._read_on_course(step, pilot)
+            return
         while not self.closed:
             unit = step.next_needed()
-            if unit is None:
+            if unit is None or step.ahead() > self._ahead:  # what is kept in between is a distance, too
                 return
-            due = None if course is None else course.may_read(step.number(unit), step.lowest)
-            if due is None and not self._within_window(unit, step, steered=course is not None):
+            if self._coming_bytes and self._coming_bytes + unit.nbytes > self._ahead:
                 return
             if unit.state is State.LEAVING and not unit.claimed:
                 self._claim(unit)
                 self._retain(unit)
-            elif unit.state is State.AWAY and unit.arrival is None:
-                if due is False:
-                    return
-                try:
-                    if self._arrival(unit, self._mover_for(unit.device)) is None:
-                        return
-                except (RuntimeError, OSError):  # no memory to run ahead with; what is needed now may still fit
-                    return
-                self._claim(unit)
+            elif not self._bring_early(unit):
+                return
             step.cursor -= 1
 
-    def _within_window(self, unit: Unit, step: Step, *, steered: bool) -> bool:
-        """Whether prefetch may go on to a unit so far ahead of its use. What is kept in between is a distance, too."""
-        if steered and unit.state is State.RESIDENT:
-            return True
-        if not steered and step.ahead() > self.window:
-            return False
-        return not self._coming_bytes or self._coming_bytes + unit.nbytes <= self.window
+    def _read_on_course(self, step: Step, pilot: Pilot) -> None:
+        while (number := pilot.next_read(step.lowest)) is not None:
+            if self.closed or not self._bring_early(step.units[number]):
+                return
+            pilot.begun()
+
+    def _bring_early(self, unit: Unit) -> bool:
+        """Starts bringing a unit back if it is away; False if that cannot be done now."""
+        if unit.state is State.AWAY and unit.arrival is None:
+            try:
+                if self._arrival(unit, self._mover_for(unit.device)) is None:
+                    return False
+            except (RuntimeError, OSError):  # no memory to run ahead with; what is needed now may still fit
+                return False
+            self._claim(unit)
+        return True
+
+    @property
+    def _ahead(self) -> int:
+        """Bytes that backward may be ahead of its needs. What it brings back takes the place of what it has used."""
+        return 2 * self.window
 
     def _claim(self, unit: Unit) -> None:
         """Counts a unit that waits on the device for its use in backward."""

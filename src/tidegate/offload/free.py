@@ -75,6 +75,7 @@ class Pilot:
     acted: bool = False
     deviated: bool = False
     _turned: bool = False
+    _read: int = 0
     _count: int = 0
     _saved: list[tuple[int, Any]] = field(default_factory=list)
     _used: list[tuple[Any, int, int]] = field(default_factory=list)
@@ -113,10 +114,20 @@ class Pilot:
         """Whether every unit of the course was saved."""
         return self.course is not None and self._count == len(self.course.sizes)
 
-    def may_read(self, number: int, lowest: int) -> bool | None:
-        """Whether a unit's way back may begin when backward has come down to the save `lowest`; None: as usual."""
-        start = None if self.course is None else self.course.read_from.get(number)
-        return None if start is None else lowest <= start
+    def restart(self) -> None:
+        """A backward begins."""
+        self._read = 0
+
+    def next_read(self, lowest: int) -> int | None:
+        """Number of the unit whose way back begins, now that backward has come down to the save `lowest`."""
+        reads = () if self.course is None else self.course.reads
+        if self._read == len(reads) or lowest > reads[self._read][1]:
+            return None
+        return reads[self._read][0]
+
+    def begun(self) -> None:
+        """The way back that was next has begun, or is not needed."""
+        self._read += 1
 
     def used(self, index: int, number: int) -> None:
         """Backward uses the save at `index`, of the unit with this number."""

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tidegate.memory.pinned import Slab
 from tidegate.offload.transfer import Window, byte_view, restore_buffer
 from tidegate.offload.unit import Arrival, State, Unit
 from tidegate.tiers.host import HostLease, HostTier
-from tidegate.tiers.tier import Buffer, Staging, Tier
+from tidegate.tiers.tier import Buffer, Staging, Tier, align_up
 
 __all__ = ["CudaMover"]
 
@@ -247,7 +248,7 @@ class CudaMover:
             slab = unit.lease
         staged = None
         if slab is None:
-            staged = self._staging().reserve(unit.nbytes)
+            staged = self._span(unit.nbytes)
             if staged is None:
                 return None
         buffer, position = restore_buffer(unit.nbytes, unit.address, self._device, _DEVICE_ALIGNMENT)
@@ -281,9 +282,18 @@ class CudaMover:
                 target.copy_(slab.tensor[: target.numel()], non_blocking=True)
             route.ready = self._in.record_event()
 
-    def _free_staged(self, route: _Route, slab: Any) -> None:
+    def _span(self, nbytes: int) -> Any | None:
+        """Memory to read into; of its own where the pool could never give it, since these bytes must come back."""
         pool = self._staging()
-        self._after(() if route.ready is None else (route.ready,), lambda: pool.free(slab))
+        span = pool.reserve(nbytes)
+        if span is None and (nbytes > pool.capacity or not (self._run_later() or pool.used)):
+            return Slab(align_up(nbytes), pin=False)
+        return span
+
+    def _free_staged(self, route: _Route, span: Any) -> None:
+        pool = self._staging()
+        events = () if route.ready is None else (route.ready,)
+        self._after(events, lambda: None if isinstance(span, Slab) else pool.free(span))
 
     def wait_for_staging(self, nbytes: int) -> None:
         pool = self._staging()
