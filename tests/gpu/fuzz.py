@@ -27,11 +27,12 @@ _SHORT, _LONG = 20_000, 1_000_000  # clock cycles: about 10 microseconds, half a
 class Chaos:
     """Delays and poison, drawn from a seed, on the stream that is current."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, chance: float = 0.3) -> None:
         self._random = random.Random(seed)
+        self._chance = chance
 
-    def sleep(self, chance: float = 0.3) -> None:
-        if self._random.random() < chance:
+    def sleep(self) -> None:
+        if self._random.random() < self._chance:
             torch.cuda._sleep(self._random.choice((_SHORT, _LONG)))
 
     def poison(self, nbytes: int) -> None:
@@ -100,9 +101,11 @@ OPERATIONS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
 }
 
 
-def gradients(seed: int, config: OffloadConfig | None, *, chaos: bool, steps: int = 2) -> tuple[list[Tensor], int]:
+def gradients(
+    seed: int, config: OffloadConfig | None, *, chaos: bool, steps: int = 2, chance: float = 0.3
+) -> tuple[list[Tensor], int]:
     """Losses and gradients of a few steps of the program of a seed, and the bytes that were moved."""
-    model = Program(seed, Chaos(seed) if chaos else None)
+    model = Program(seed, Chaos(seed, chance) if chaos else None)
     seen: list[Tensor] = []
     session = None if config is None else tidegate.attach(model, config)
     try:

@@ -17,7 +17,11 @@ import tidegate
 from tidegate import TidegateError
 from tidegate.offload import captured, saved
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+]
 
 MiB = 2**20
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 from tests.gpu import fuzz
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +53,9 @@ def test_a_missing_wait_is_found(tmp_path: Path, fault: int) -> None:
     for seed in range(60):
         plain, _ = fuzz.gradients(seed, None, chaos=False)
         config = fuzz.random_config(seed, str(tmp_path), device_budget=0, tiers=("host",), host_budget="256MiB")
-        with fuzz.faulty(name), fuzz.sleepy(seed):
-            other, _ = fuzz.gradients(seed, config, chaos=True)
+        # The first fault shows when the copies run ahead of the kernels, the others when they lag behind.
+        with fuzz.faulty(name), fuzz.sleepy(seed) if fault else contextlib.nullcontext():
+            other, _ = fuzz.gradients(seed, config, chaos=True, chance=0.3 if fault else 0.9)
         if fuzz.differs(plain, other):
             return
     pytest.fail(f"sixty programs did not show that {name}")
