@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
 import sys
 from pathlib import Path
@@ -131,3 +132,24 @@ def test_the_link_to_a_gpu_is_measured_both_ways() -> None:
     assert rate.to_host > 0.1
     assert rate.to_device > 0.1
     assert rate.pinned
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_probes_of_a_gpu_leave_the_programs_random_numbers_alone() -> None:
+    device = torch.device("cuda", 0)
+    before = torch.cuda.get_rng_state(device), torch.get_rng_state()
+    probe.link_rate(device)
+    probe.device_copy_rate(device)
+    assert torch.equal(before[0], torch.cuda.get_rng_state(device))
+    assert torch.equal(before[1], torch.get_rng_state())
+
+
+def test_probes_leave_the_programs_random_numbers_alone(tmp_path: Path) -> None:
+    random.seed(0)
+    before, python_before = torch.get_rng_state(), random.getstate()
+    probe.disk_rate(str(tmp_path), seconds=0.01)
+    probe.host_copy_rate()
+    probe.kvikio_status()
+    assert torch.equal(before, torch.get_rng_state())
+    assert random.getstate() == python_before

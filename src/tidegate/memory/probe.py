@@ -194,7 +194,8 @@ def host_copy_rate() -> float:
 def link_rate(device: torch.device) -> LinkRate:
     """Copies between a GPU and pinned host memory, one direction at a time."""
     slab = Slab(_BLOCK, pin=True)
-    block = torch.randint(256, (_BLOCK,), dtype=torch.uint8, device=device)
+    generator = torch.Generator(device).manual_seed(0)  # the program's own random numbers are not touched
+    block = torch.randint(256, (_BLOCK,), dtype=torch.uint8, device=device, generator=generator)
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         def run() -> None:

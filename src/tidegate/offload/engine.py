@@ -306,11 +306,11 @@ class Engine:
         """Starts a unit's way from the host tier to the disk. The lock is held."""
         if unit.state is not State.AWAY or unit.arrival is not None or unit.outcome is not None:
             return False
-        source = unit.lease
-        lease = cascade.lower.reserve(unit.nbytes, source.address % ALIGNMENT)
+        mover, source = self._mover_for(unit.device), unit.lease
+        lease = cascade.lower.reserve(unit.nbytes, source.address % ALIGNMENT) if mover.returns(unit.nbytes) else None
         if lease is None:
             return False
-        after = self._mover_for(unit.device).stored_by(unit)
+        after = mover.stored_by(unit)
         future = cascade.lower.write(lease, Buffer(source.address, unit.nbytes, source), after=after)
         unit.onward = Onward(source, lease, future)
         cascade.begins(unit)

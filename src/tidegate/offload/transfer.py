@@ -106,6 +106,10 @@ class Mover(Protocol):
         """The unit is dead: frees what its way took, its lease included."""
         ...
 
+    def returns(self, nbytes: int) -> bool:
+        """Whether a unit of so many bytes can come back from a disk through the staging memory."""
+        ...
+
     def saving(self, unit: Unit) -> AbstractContextManager[Any]:
         """What is computed inside comes after what the unit's stream had to do when it saved."""
         ...
@@ -274,6 +278,9 @@ class CpuMover:
     def drop(self, unit: Unit) -> None:
         if unit.tier is not None and unit.lease is not None:
             unit.tier.free(unit.lease)
+
+    def returns(self, nbytes: int) -> bool:
+        return True
 
     def saving(self, unit: Unit) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -93,6 +93,9 @@ class CudaMover:
     def producer(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
+    def returns(self, nbytes: int) -> bool:
+        return nbytes <= self._staging().capacity
+
     def saving(self, unit: Unit) -> torch.cuda.StreamContext:
         return torch.cuda.stream(unit.producer)
 
