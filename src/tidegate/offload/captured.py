@@ -13,8 +13,8 @@ _said: list[bool] = []
 
 
 def captures() -> bool:
-    """Whether the current stream records a CUDA graph."""
-    return torch.cuda.is_current_stream_capturing()
+    """Whether the current stream records a CUDA graph. Where CUDA is not in use, the question would start it."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def say_captured() -> None:

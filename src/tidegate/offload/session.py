@@ -119,8 +119,15 @@ class OffloadSession:
         if self.closed:
             raise SessionClosedError("the offload session is closed; attach the model again")
         self._threads.drop_interrupted(self._surroundings.model, entering=False)
-        self._renew_if_interrupted()
         depth = self._threads.depth
+        if captures():
+            self._enter_capture(explicit=True)
+            try:
+                yield self
+            finally:
+                self._threads.leave_to(depth)
+            return
+        self._renew_if_interrupted()
         outermost = not self._threads.inside()
         if outermost:
             with self._lock:
@@ -189,6 +196,12 @@ class OffloadSession:
             self._engine.settle()  # may end the step before
         self._threads.enter(self._packer, explicit=explicit, hooked=outermost)
 
+    def _enter_capture(self, *, explicit: bool) -> None:
+        """While the device records a graph nothing may ask it anything, not even whether a copy is over."""
+        say_captured()
+        self._entered = True
+        self._threads.enter(self._packer, explicit=explicit, hooked=False)
+
     def _renew_if_interrupted(self) -> None:
         """Goes on with a new engine after an exception has left the old one's books in doubt."""
         with self._lock:
@@ -210,9 +223,8 @@ class OffloadSession:
             return
         model = self._surroundings.model
         self._threads.drop_interrupted(model, entering=True)
-        if not self._surroundings.on_cpu and captures():  # nothing may ask the device while it records
-            say_captured()
-            self._threads.enter(self._packer, explicit=False, hooked=False)
+        if captures():
+            self._enter_capture(explicit=False)
             return
         self._renew_if_interrupted()
         self._engine.new_scope()
