@@ -44,27 +44,27 @@ class Chaos:
 class Program(nn.Module):
     """A chain of operations on values made before, on one or two streams; the same seed gives the same program."""
 
-    def __init__(self, seed: int, chaos: Chaos | None) -> None:
+    def __init__(self, seed: int, chaos: Chaos | None, device: str = "cuda") -> None:
         super().__init__()
         rng = random.Random(seed)
         torch.manual_seed(seed)
         self.chaos = chaos
-        self.side = torch.cuda.Stream()
+        self.side = torch.cuda.Stream() if device == "cuda" else None
         self.steps = [
             (rng.choice(sorted(OPERATIONS)), rng.randrange(1 << 16), rng.random() < 0.15)
             for _ in range(rng.randint(5, 12))
         ]
         self.rows = rng.choice((64, 256, 512))
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in self.steps)
-        self.cuda()
+        self.to(device)
 
     def forward(self, x: Tensor) -> Tensor:
         values = [x]
-        main = torch.cuda.current_stream()
         for layer, (operation, pick, beside) in zip(self.layers, self.steps, strict=True):
             operand, other = values[pick % len(values)], values[-1]
             self._disturb(operand)
-            if beside:
+            if beside and self.side is not None:
+                main = torch.cuda.current_stream()
                 self.side.wait_stream(main)
                 with torch.cuda.stream(self.side):
                     self._disturb(operand)
@@ -102,23 +102,33 @@ OPERATIONS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
 
 
 def gradients(
-    seed: int, config: OffloadConfig | None, *, chaos: bool, steps: int = 2, chance: float = 0.3
+    seed: int, config: OffloadConfig | None, *, chaos: bool, steps: int = 2, chance: float = 0.3, device: str = "cuda"
 ) -> tuple[list[Tensor], int]:
-    """Losses and gradients of a few steps of the program of a seed, and the bytes that were moved."""
-    model = Program(seed, Chaos(seed, chance) if chaos else None)
+    """Losses and gradients of a few steps of the program of a seed, and the bytes that were moved.
+
+    Args:
+        seed: Of the program, its weights, its inputs and its dropout.
+        config: None runs it plain.
+        chaos: Delays and poison; on a GPU only.
+        steps: Steps.
+        chance: Of a delay between two operations.
+        device: "cuda", or "cpu" for the same program without streams.
+    """
+    model = Program(seed, Chaos(seed, chance) if chaos else None, device)
     seen: list[Tensor] = []
     session = None if config is None else tidegate.attach(model, config)
     try:
         for step in range(steps):
             torch.manual_seed(1000 * seed + step)
-            x = torch.randn(model.rows, WIDTH, device="cuda", requires_grad=True)
+            x = torch.randn(model.rows, WIDTH, device=device, requires_grad=True)
             loss = model(x)
             loss.backward()
             seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
             if x.grad is not None:
                 seen.append(x.grad)
             model.zero_grad()
-        torch.cuda.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
         return seen, 0 if session is None else session.stats().moved
     finally:
         if session is not None:
@@ -149,12 +159,19 @@ def random_config(seed: int, directory: str, **changes: Any) -> OffloadConfig:
 
 @contextmanager
 def sleepy(seed: int) -> Iterator[None]:
-    """Delays every copy on its stream."""
+    """Delays every copy on its stream, and spoils the memory that bytes go to before they do.
+
+    A span of host memory may be given out while an earlier copy still reads it: whatever is written there next comes
+    after that in the order of the stream, so it is spoilt there and not by the CPU.
+    """
     chaos = Chaos(seed)
     leave, copy_in = CudaMover.leave, CudaMover._copy_in
 
     def slow_leave(self: CudaMover, unit: Any) -> Any:
+        span = unit.lease if unit.departure.slab is None else unit.departure.slab
         with torch.cuda.stream(self._out):
+            poison = torch.full((unit.nbytes,), 255, dtype=torch.uint8, device=unit.device)
+            span.tensor[: unit.nbytes].copy_(poison, non_blocking=True)
             chaos.sleep()
         return leave(self, unit)
 
