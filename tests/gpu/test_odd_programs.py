@@ -6,7 +6,9 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +101,53 @@ def test_streams_and_threads(
         assert_balanced(session)
 
 
+class SquaredElsewhere(torch.autograd.Function):
+    """Saves on the current stream; its backward takes what was saved on a stream of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            (x,) = ctx.saved_tensors
+            result: Tensor = 2 * x * grads[0]
+        main.wait_stream(side)
+        result.record_stream(main)
+        return result
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = SquaredElsewhere.apply(layer(x).tanh())
+        return x
+
+
+@pytest.mark.parametrize("window", [1, 4 * MiB, 1024 * MiB])
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+def test_saved_on_one_stream_and_used_on_another(tmp_path: Path, tiers: tuple[str, ...], window: int) -> None:
+    model, x = Squares().cuda(), torch.randn(2048, 256, device="cuda")
+    model(x).sum().backward()
+    plain = gradients(model)
+    with tidegate.attach(model, config(tmp_path, tiers=tiers, window=window)) as session:
+        for _ in range(3):
+            model(x).sum().backward()
+            torch.cuda.synchronize()
+            assert same(plain, gradients(model))
+        assert session.stats().moved > 0
+        assert_balanced(session)
+
+
 def test_two_threads_train_at_once(tmp_path: Path) -> None:
     inputs = [torch.randn(8, 256, 256, device="cuda") for _ in range(2)]
     model = build().eval()
@@ -161,7 +210,34 @@ def test_a_captured_submodule(tmp_path: Path, tiers: tuple[str, ...]) -> None:
         assert_balanced(session)
 
 
-def test_a_captured_step_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_submodule_that_is_captured_inside_a_step(tmp_path: Path) -> None:
+    sample = torch.randn(8, 256, 256, device="cuda", requires_grad=True)
+    x = torch.randn(8, 256, 256, device="cuda")
+
+    def build_model() -> WithGraph:
+        torch.manual_seed(0)
+        return WithGraph().cuda().eval()
+
+    def capture(model: WithGraph) -> None:
+        model.inner = torch.cuda.make_graphed_callables(model.inner, (sample,))  # type: ignore[assignment]
+
+    reference = build_model()
+    capture(reference)
+    reference(x).sum().backward()
+    plain = gradients(reference)
+    model = build_model()
+    with tidegate.attach(model, config(tmp_path, tiers=("host",), verify=True)) as session:
+        with session.step():
+            capture(model)
+        for _ in range(3):
+            model(x).sum().backward()
+            torch.cuda.synchronize()
+            assert same(plain, gradients(model))
+        assert session.stats().moved > 0
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["implicit", "explicit"])
+def test_a_captured_step_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture, explicit: bool) -> None:
     captured._said.clear()
     model, x = build().eval(), torch.randn(8, 256, 256, device="cuda")
     model(x).sum().backward()
@@ -180,7 +256,7 @@ def test_a_captured_step_is_left_alone(tmp_path: Path, caplog: pytest.LogCapture
         session.reset_stats()
         graph = torch.cuda.CUDAGraph()
         model.zero_grad(set_to_none=True)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph), session.step() if explicit else nullcontext():
             model(x).sum().backward()
         for _ in range(3):
             for parameter in model.parameters():
@@ -193,6 +269,26 @@ def test_a_captured_step_is_left_alone(tmp_path: Path, caplog: pytest.LogCapture
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, gradient)
     assert sum("CUDA graph is captured" in record.message for record in caplog.records) == 1
+
+
+def test_a_session_may_see_captured_steps_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    captured._said.clear()
+    model, x = build().eval(), torch.randn(8, 256, 256, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(x).sum().backward()
+            plain = gradients(model)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with caplog.at_level(logging.INFO, "tidegate"), tidegate.attach(model, config(tmp_path)):
+        with torch.cuda.graph(graph):
+            model(x).sum().backward()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(plain, gradients(model))
+    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 def test_a_captured_backward_of_a_forward_that_was_not_is_refused(

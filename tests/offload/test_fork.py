@@ -49,7 +49,7 @@ with tidegate.attach(model, everything(path)) as session:
         assert session.stats().moved == moved
         session.close()
 
-    with session._engine._lock, session._engine._written:  # as a worker may hold them at that moment
+    with session._engine._lock, session._engine._core.writes._lock:  # as a worker may hold them at that moment
         assert in_child(work) == 0
     assert session.spill_dirs and all(folder.is_dir() for folder in session.spill_dirs)
     assert_same_gradients(plain, gradients(model, session))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from torch import nn
 
 import tidegate
 from tidegate.memory import probe
-from tidegate.offload.course import Lane
-from tidegate.offload.free import FreeGate, Pilot
+from tidegate.offload.course import Course, Lane
+from tidegate.offload.free import Clock, FreeGate, Pilot
 from tidegate.offload.gate import FixedGate
 
 MiB = 1 << 20
@@ -233,3 +235,70 @@ def test_a_slow_disk_leaves_the_step_untouched_and_the_log_says_why(
             model(torch.randn(64, 32)).square().sum().backward()
         assert session.stats().moved == 0
     assert "could be hidden" in caplog.text
+
+
+def test_a_disk_that_cannot_be_measured_moves_nothing_and_the_log_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: str, threads: int = 4, seconds: float = 0.0) -> probe.DiskRate:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(probe, "disk_rate", full)
+    plain = plain_run(Wide, steps=6)
+    offloaded = offloaded_run(Wide, everything(tmp_path, device_budget="free"), steps=6)
+    assert_same(plain, offloaded)
+    assert offloaded.stats is not None
+    assert offloaded.stats.moved == 0
+    assert "cannot be measured" in caplog.text
+
+
+class OnCourse(FixedGate):
+    """Every step follows one course."""
+
+    course: Course
+
+    def pilot(self, nbytes: int, clock: Clock) -> Pilot:  # type: ignore[override]
+        return Pilot(clock, self.course, observing=False)
+
+
+def test_what_is_due_comes_back_whatever_is_kept_in_between_and_however_small_the_window(tmp_path: Path) -> None:
+    arrived: list[int] = []
+
+    class Watching(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            arrived.append(sum(unit.arrival is not None for unit in session._step.units))
+            return gradient
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(10):
+            x = Watching.apply(x.tanh())
+        return x
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(x)
+
+    model, x = Model(), torch.randn(64, 32, requires_grad=True)
+    with tidegate.attach(model, everything(tmp_path, device_budget="free", window=1)) as session:
+        gate = OnCourse(1 << 60)
+        gate.course = Course(
+            sizes=(x.nbytes,) * 10,
+            leaves=(True, True, False, False, True) + (False,) * 5,
+            released={},
+            last=(0, 1, 4),
+            reads=((1, 9), (0, 9), (4, 6)),  # an order of need that is not the reverse of the saves
+            moved=3 * x.nbytes,
+            early=0,
+        )
+        session._engine.gate = gate
+        loss = model(x).sum()
+        settled = session.stats()
+        assert settled.written["disk"] == 3 * x.nbytes
+        loss.backward()
+        assert arrived[:5] == [0, 2, 2, 2, 3]  # the first is called before anything was unpacked
+        assert_nothing_left(session)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tidegate.config import OffloadConfig, Percent
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, TidegateError
 from tidegate.memory import headroom, probe
 from tidegate.memory.filesystem import filesystem_of
 from tidegate.offload.course import Lane
@@ -178,7 +178,17 @@ class _Rooms:
             ) from error
 
     def lane(self, tiers: TierSet) -> Lane | None:
-        """Measures the way to the first tier that is open, in a second or less."""
+        """Measures the way to the first tier that is open, in a second or less; None, said, where it cannot be."""
+        try:
+            return self._measured_lane(tiers)
+        except (OSError, RuntimeError) as error:  # a full disk, no device memory
+            if isinstance(error, TidegateError):
+                raise
+            # The error itself would keep the saved tensors alive that its traceback leads to.
+            _log.warning("device_budget=free: the way to the tiers cannot be measured (%s); nothing moves", str(error))
+            return None
+
+    def _measured_lane(self, tiers: TierSet) -> Lane | None:
         opened = tiers.open()
         if not opened:
             return None

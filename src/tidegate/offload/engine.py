@@ -6,7 +6,6 @@ import errno
 import functools
 import itertools
 import logging
-import threading
 import time
 import weakref
 from collections import OrderedDict, deque
@@ -19,19 +18,18 @@ from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tidegate.errors import CorruptionError, SessionClosedError
-from tidegate.offload.cascade import Cascade, Onward
+from tidegate.offload.cascade import Cascade
 from tidegate.offload.compiled import RegionWatch
-from tidegate.offload.free import Pilot
+from tidegate.offload.core import Core
 from tidegate.offload.gate import Gate
 from tidegate.offload.handle import Grave, SavedHandle
-from tidegate.offload.ledger import Books, Ledger
+from tidegate.offload.prefetch import Prefetch
 from tidegate.offload.stats import OffloadStats
 from tidegate.offload.step import Step
 from tidegate.offload.storage import StorageKey, ViewSpec
 from tidegate.offload.tierset import TierSet
 from tidegate.offload.transfer import Mover, Movers, checksum, rebuild
 from tidegate.offload.unit import Arrival, Body, Outcome, State, Unit, VersionGuard
-from tidegate.tiers.tier import ALIGNMENT, Buffer, Tier
 
 __all__ = ["Engine"]
 
@@ -59,35 +57,34 @@ class Engine:
         verify: bool,
     ) -> None:
         self.gate = gate
-        self.closed = False
         self._ask_window = window
         self._tiers = tiers
         self._mover_for = movers
         self._verify = verify
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._books = Books()
+        self._core = core = Core(movers, self._bury)
+        self._lock, self._changed = core.lock, core.changed
+        self._books, self._ledger = core.books, core.ledger
+        self._cascade = Cascade(core)
+        self._prefetch = Prefetch(core, self._arrival, self._retain, lambda: 2 * self.window)
         self._graves: set[Grave] = set()
         # The end of torch's weak references is Python code. Most end in a worker, where no signal handler runs.
         self._spent: deque[StorageWeakRef] = deque(maxlen=4096)
         self._open_graves: deque[weakref.ref[SavedHandle]] = deque()
         self._scopes = itertools.count()
         self._scope = next(self._scopes)
-        self._writing: set[Future[int]] = set()
-        self._written_lock = threading.RLock()  # taken alone or inside the engine's lock
-        self._written = threading.Condition(self._written_lock)
-        self._ledger = Ledger()
         self._regions = RegionWatch()
         self._units: dict[StorageKey, Unit] = {}
         self._staying: OrderedDict[int, Unit] = OrderedDict()
         self._staying_bytes = 0
         self._leaving_bytes = 0
-        self._coming_bytes = 0
-        self._cascade: Cascade | None = None
-        self._is_open = False
         self._moved = False
         self._nowhere = False
         self._said_idle = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._core.closed
 
     @property
     def interrupted(self) -> bool:
@@ -234,12 +231,12 @@ class Engine:
         if body is None or not unit.intact():
             return
         tiers = self._tiers.open()
-        self._flow_on(tiers, unit.nbytes)
+        self._cascade.flow(tiers, unit.nbytes)
         for tier in tiers:
             if tier.name in unit.refused:
                 continue
             lease = mover.reserve(unit, tier)
-            while lease is None and wait and self._flow_over(tier, unit.nbytes):
+            while lease is None and wait and self._cascade.make_room(tier, unit.nbytes):
                 lease = mover.reserve(unit, tier)
             if lease is None:
                 continue
@@ -261,120 +258,24 @@ class Engine:
                 unit.state = State.LEAVING
                 self._leaving_bytes += unit.nbytes
                 self._moved = True
-                self._writing.add(future)
+                self._core.writes.begin(future)
             future.add_done_callback(functools.partial(self._left, unit))
             return
         self._nowhere = True
         self._tiers.warn_full(unit.nbytes)
 
-    def _flow_on(self, tiers: tuple[Tier, ...], nbytes: int) -> None:
-        """Lets the oldest bytes of a filling host tier go on to the disk."""
-        with self._lock, self._books:
-            if self._cascade is None and not self._is_open:
-                self._is_open, self._cascade = True, Cascade.of(tiers)
-            cascade = self._cascade
-            if cascade is None or self.closed:
-                return
-            cascade.asks(nbytes)
-            begun = [unit for unit in cascade.due() if self._go_on(cascade, unit)]
-        self._follow(begun)
-
-    def _flow_over(self, tier: Tier, nbytes: int) -> bool:
-        """Waits until bytes of a full host tier have gone on; False if that cannot help."""
-        cascade = self._cascade
-        if cascade is None or tier is not cascade.upper or nbytes > cascade.upper.capacity:
-            return False
-        with self._lock, self._books:
-            self._bury()
-            begun = []
-            for unit in cascade.oldest():
-                if cascade.moving >= nbytes:
-                    break
-                if self._go_on(cascade, unit):
-                    begun.append(unit)
-            before = cascade.arrived
-        self._follow(begun)
-        with self._lock, self._books:
-            if not cascade.moving and cascade.arrived == before:
-                return False
-            started = time.perf_counter()
-            self._changed.wait_for(lambda: self.closed or cascade.arrived != before or not cascade.moving)
-            self._ledger.counters.stall_seconds += time.perf_counter() - started
-            return not self.closed and cascade.arrived != before
-
-    def _go_on(self, cascade: Cascade, unit: Unit) -> bool:
-        """Starts a unit's way from the host tier to the disk. The lock is held."""
-        if unit.state is not State.AWAY or unit.arrival is not None or unit.outcome is not None:
-            return False
-        mover, source = self._mover_for(unit.device), unit.lease
-        lease = cascade.lower.reserve(unit.nbytes, source.address % ALIGNMENT) if mover.returns(unit.nbytes) else None
-        if lease is None:
-            return False
-        after = mover.stored_by(unit)
-        future = cascade.lower.write(lease, Buffer(source.address, unit.nbytes, source), after=after)
-        unit.onward = Onward(source, lease, future)
-        cascade.begins(unit)
-        self._writing.add(future)
-        return True
-
-    def _follow(self, begun: Sequence[Unit]) -> None:
-        for unit in begun:
-            onward = unit.onward
-            if onward is not None:
-                onward.future.add_done_callback(functools.partial(self._went_on, unit, onward))
-
-    def _went_on(self, unit: Unit, onward: Onward, future: Future[int]) -> None:
-        """A write from the host tier to the disk ended, in a worker thread, or was called off."""
-        try:
-            if not future.cancelled() and not self.interrupted:
-                self._settle_onward(unit, onward, future.exception())
-        finally:
-            with self._written_lock:
-                self._writing.discard(future)
-                self._written.notify_all()
-
-    def _settle_onward(self, unit: Unit, onward: Onward, error: BaseException | None) -> None:
-        cascade = self._cascade
-        assert cascade is not None
-        mover = self._mover_for(unit.device)
-        with self._lock, self._books:
-            self._bury()
-            cascade.stops(unit)
-            unit.onward = None
-            if error is not None:
-                _log.warning("disk tier: writing %d bytes failed (%s); they stay in host RAM", unit.nbytes, error)
-            alive = unit.state is not State.DEAD
-            if error is None and alive and unit.outcome is None:
-                self._ledger.went_on(unit, cascade.lower)
-                unit.tier, unit.lease = cascade.lower, onward.lease
-                mover.free(unit, cascade.upper, onward.source)
-            else:
-                if error is None:
-                    self._ledger.went_on_in_vain(unit, cascade.lower)
-                cascade.lower.free(onward.lease)
-                if not alive:
-                    mover.free(unit, cascade.upper, onward.source)
-            self._changed.notify_all()
-
-    def _call_off(self, unit: Unit) -> None:
-        """A write to the disk that has not begun is not needed any more."""
-        onward, cascade = unit.onward, self._cascade
-        if onward is not None and cascade is not None and onward.future.cancel():
-            unit.onward = None
-            cascade.stops(unit)
-            cascade.lower.free(onward.lease)
-            self._changed.notify_all()
-
     def _left(self, unit: Unit, future: Future[int]) -> None:
         """A write ended, in a worker thread, or was called off."""
         self._spent.clear()
         try:
-            if not future.cancelled() and not self.interrupted:
+            if future.cancelled():
+                pass  # by one who holds the lock
+            elif self.interrupted:
+                self._core.wake()
+            else:
                 self._arrived(unit, future.exception())
         finally:
-            with self._written_lock:
-                self._writing.discard(future)
-                self._written.notify_all()
+            self._core.writes.end(future)
 
     def _arrived(self, unit: Unit, error: BaseException | None) -> None:
         """Books what a tier has now. Bytes that did not arrive take the next tier, or stay."""
@@ -384,8 +285,7 @@ class Engine:
             if error is None:
                 self._ledger.wrote(unit)
                 mover.stored(unit)
-                if self._cascade is not None and unit.tier is self._cascade.upper and unit.state is not State.DEAD:
-                    self._cascade.rests(unit)
+                self._cascade.rests(unit)
                 if mover.vacates_when_stored:
                     self.vacate(unit)
             else:
@@ -441,7 +341,7 @@ class Engine:
                 self._ledger.counters.stall_seconds += time.perf_counter() - started
 
     def _fits(self, nbytes: int) -> bool:
-        return self.closed or not self._leaving_bytes or self._leaving_bytes + nbytes <= self.window
+        return self._core.stopped or not self._leaving_bytes or self._leaving_bytes + nbytes <= self.window
 
     def vacate_while(self, nbytes: int, oldest: Callable[[], Unit | None]) -> None:
         """Vacates the units that `oldest` gives, until `nbytes` more may be in flight."""
@@ -478,9 +378,9 @@ class Engine:
                 if source is not None:
                     self._forward(unit)
                 else:
-                    arrival = self._arrival(unit, mover)
+                    arrival = self._arrival(unit)
                 if source is not None or arrival is not None:
-                    self._prefetch(handle.step)
+                    self._prefetch.run(handle.step)
             if source is None and arrival is None:
                 mover.wait_for_staging(unit.nbytes)
         if arrival is not None:
@@ -538,7 +438,7 @@ class Engine:
 
     def _forward(self, unit: Unit) -> None:
         """Backward takes bytes that are still on the device; a write that has not begun is called off."""
-        self._unclaim(unit)
+        self._prefetch.used(unit)
         if unit.future is not None:  # on its way, or written after prefetch had kept the device copy
             self._ledger.used(unit, Outcome.FORWARDED)
         if unit.state is State.LEAVING:
@@ -555,13 +455,13 @@ class Engine:
             self._stay(unit)
             self._changed.notify_all()
 
-    def _arrival(self, unit: Unit, mover: Mover) -> Arrival | None:
+    def _arrival(self, unit: Unit) -> Arrival | None:
         """Returns bytes that are back, or on their way; starts the way if need be, None without staging room."""
-        arrival = unit.arrival
+        arrival, mover = unit.arrival, self._mover_for(unit.device)
         if arrival is not None and arrival.unedited():
             return arrival
         self._drop_arrival(unit, mover)
-        self._call_off(unit)
+        self._cascade.call_off(unit)
         if self.closed:
             raise SessionClosedError(
                 "the offload session was closed while a graph still needed its bytes; "
@@ -576,57 +476,6 @@ class Engine:
             self._ledger.used(unit, Outcome.READ)
             self._ledger.occupy(unit.nbytes)
         return arrival
-
-    def _prefetch(self, step: Step) -> None:
-        """Starts bringing back what backward needs next, as far ahead as the step's course or the window allows."""
-        pilot = step.pilot
-        if pilot is not None and pilot.course is not None:
-            self._read_on_course(step, pilot)
-            return
-        while not self.closed:
-            unit = step.next_needed()
-            if unit is None or step.ahead() > self._ahead:  # what is kept in between is a distance, too
-                return
-            if self._coming_bytes and self._coming_bytes + unit.nbytes > self._ahead:
-                return
-            if unit.state is State.LEAVING and not unit.claimed:
-                self._claim(unit)
-                self._retain(unit)
-            elif not self._bring_early(unit):
-                return
-            step.cursor -= 1
-
-    def _read_on_course(self, step: Step, pilot: Pilot) -> None:
-        while (number := pilot.next_read(step.lowest)) is not None:
-            if self.closed or not self._bring_early(step.units[number]):
-                return
-            pilot.begun()
-
-    def _bring_early(self, unit: Unit) -> bool:
-        """Starts bringing a unit back if it is away; False if that cannot be done now."""
-        if unit.state is State.AWAY and unit.arrival is None:
-            try:
-                if self._arrival(unit, self._mover_for(unit.device)) is None:
-                    return False
-            except (RuntimeError, OSError):  # no memory to run ahead with; what is needed now may still fit
-                return False
-            self._claim(unit)
-        return True
-
-    @property
-    def _ahead(self) -> int:
-        """Bytes that backward may be ahead of its needs. What it brings back takes the place of what it has used."""
-        return 2 * self.window
-
-    def _claim(self, unit: Unit) -> None:
-        """Counts a unit that waits on the device for its use in backward."""
-        unit.claimed = True
-        self._coming_bytes += unit.nbytes
-
-    def _unclaim(self, unit: Unit) -> None:
-        if unit.claimed:
-            unit.claimed = False
-            self._coming_bytes -= unit.nbytes
 
     def _land(self, unit: Unit, arrival: Arrival, mover: Mover) -> None:
         started = time.perf_counter()
@@ -658,7 +507,7 @@ class Engine:
     def _seen(self, handle: SavedHandle) -> None:
         """One handle has its view. When all have, the copy that came back is no longer held here."""
         unit = handle.unit
-        self._unclaim(unit)
+        self._prefetch.used(unit)
         if handle.grave.turn != unit.turn:
             handle.grave.turn = unit.turn
             unit.seen += 1
@@ -672,7 +521,7 @@ class Engine:
 
     def _drop_arrival(self, unit: Unit, mover: Mover) -> None:
         if unit.arrival is not None:
-            self._unclaim(unit)
+            self._prefetch.used(unit)
             mover.abandon(unit.arrival)
             unit.arrival = None
             self._ledger.occupy(-unit.nbytes)
@@ -722,16 +571,12 @@ class Engine:
         if unit.state is State.LEAVING:
             self._leaving_bytes -= unit.nbytes
         self._drop_arrival(unit, mover)
-        self._unclaim(unit)
+        self._prefetch.used(unit)
         if unit.state is not State.AWAY:
             self._ledger.occupy(-unit.nbytes)
         self._ledger.died(unit)
         unit.state = State.DEAD
-        if self._cascade is not None:
-            self._cascade.forget(unit)
-            self._call_off(unit)
-        if unit.onward is not None:  # the writer frees what it reads
-            unit.lease = None
+        self._cascade.died(unit)
         mover.drop(unit)
         unit.lease = None
         self._spent.append(unit.storage)
@@ -742,8 +587,7 @@ class Engine:
             step.ended = True
             self._ledger.counters.steps += bool(step.order)
             self.gate.step_ended(step.eligible)
-            if self._cascade is not None:
-                self._cascade.step_ended()
+            self._cascade.step_ended()
             if not self._moved and not self._said_idle:
                 self._said_idle = True
                 self._say_idle(step.eligible)
@@ -761,21 +605,15 @@ class Engine:
 
     def stats(self, *, wait: bool) -> OffloadStats:
         if wait:
-            self._wait_for_writes()
+            self._core.writes.wait()
         with self._lock, self._books:
             self._bury()
             pinned = [self._tiers.pinned(), *(mover.pinned() for mover in self._mover_for)]
             here, asked = (sum(part) for part in zip(*pinned, strict=True))
             return self._ledger.freeze(self._tiers.modes(), (here, asked))
 
-    def _wait_for_writes(self) -> None:
-        """Waits until the writes that have begun are in the books."""
-        with self._written_lock:
-            begun = set(self._writing)
-            self._written.wait_for(lambda: begun.isdisjoint(self._writing))
-
     def reset_stats(self) -> None:
-        self._wait_for_writes()
+        self._core.writes.wait()
         with self._lock, self._books:
             self._bury()
             self._ledger.reset()
@@ -786,7 +624,7 @@ class Engine:
             self._bury()
             if self.closed:
                 return
-            self.closed = True
+            self._core.closed = True
             self._changed.notify_all()
         for mover in self._mover_for:
             mover.quiesce()
@@ -796,9 +634,6 @@ class Engine:
 
     def stay_behind(self) -> None:
         """In a forked child: moves nothing more, and touches nothing that belongs to the parent."""
-        self.closed = True
-        self._lock = threading.Lock()  # a thread of the parent may have held it
-        self._changed = threading.Condition(self._lock)
-        self._written_lock = threading.RLock()
-        self._written = threading.Condition(self._written_lock)
-        self._writing = set()
+        self._core.closed = True
+        self._core.renew_locks()
+        self._lock, self._changed = self._core.lock, self._core.changed

@@ -140,6 +140,13 @@ class Pilot:
             self.ended = self.clock.stamp()
             self.deviated |= self.course is not None and not self.complete
 
+    def readable(self) -> bool:
+        """Whether all its moments are over. They may lie on several streams."""
+        if self.ended is None:
+            return False
+        stamps = [self.start, self.ended, *(stamp for _, stamp in self._saved), *(use[0] for use in self._used)]
+        return all(self.clock.passed(stamp) for stamp in stamps)
+
     def total(self) -> float:
         """Seconds of the step."""
         return self.clock.seconds(self.start, self.ended)
@@ -229,7 +236,7 @@ class FreeGate:
 
     def _learn(self, size: _Size, clock: Clock) -> None:
         """Reads the stamps of the steps that are over."""
-        while size.pending and size.pending[0].ended is not None and clock.passed(size.pending[0].ended):
+        while size.pending and size.pending[0].readable():
             pilot = size.pending.popleft()
             if pilot.acted:
                 self._judge(size, pilot, clock)
