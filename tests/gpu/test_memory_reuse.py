@@ -75,9 +75,9 @@ def test_what_leaves_makes_room_for_the_same_forward(tmp_path: Path, name: str, 
     plain, offloaded_figures = figures
     moved = offloaded_figures["moved"]
     assert moved > 2048 * MiB
-    assert [bool(figure["expandable"]) for figure in figures] == [expandable, expandable]
-    for name in ("after", "allocated", "reserved"):
-        assert offloaded_figures[name] < plain[name] - moved + 700 * MiB, figures
+    assert [bool(run["expandable"]) for run in figures] == [expandable, expandable]
+    for figure in ("after", "allocated", "reserved"):
+        assert offloaded_figures[figure] < plain[figure] - moved + 700 * MiB, figures
 
 
 if __name__ == "__main__":
