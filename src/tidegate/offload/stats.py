@@ -60,7 +60,10 @@ class OffloadStats:
 
     @property
     def moved(self) -> int:
-        """Bytes that left the device: written over all tiers, those that went on from one to the next once."""
+        """Bytes that left the device: written over all tiers, those that went on from one to the next once.
+
+        Bytes that backward took from host RAM while they went on to disk count twice: the disk has written them, too.
+        """
         return sum(self.written.values()) - sum(self.demoted.values())
 
     def __str__(self) -> str:
