@@ -1,8 +1,9 @@
-# make demo    install into .venv and run the main job (the only commands needed are python3 >= 3.11 and make)
-# make test    install the test extras into .venv and run the whole suite; ARGS="-k disk" passes options to pytest
-# make check   ruff, mypy (strict) and pyright
-# make docs    build the documentation into site/; warnings are errors
-# make clean   remove .venv and everything built
+# make demo      install into .venv and run the main job (the only commands needed are python3 >= 3.11 and make)
+# make test      install the test extras into .venv and run the whole suite; ARGS="-k disk" passes options to pytest
+# make check     ruff, mypy (strict) and pyright
+# make sanitize  on a GPU: random programs under delays, torch's stream sanitizer, compute-sanitizer if it is there
+# make docs      build the documentation into site/; warnings are errors
+# make clean     remove .venv and everything built
 #
 # PYTHON=python3.12          the interpreter that .venv is made from
 # VENV=/some/where           another place for .venv
@@ -63,6 +64,10 @@ check: $(VENV)/.installed-dev
 	$(bin)/python -m ruff format --check .
 	$(bin)/python -m mypy
 	$(bin)/python -m pyright --pythonpath $(bin)/python
+
+.PHONY: sanitize
+sanitize: $(VENV)/.installed-dev
+	$(bin)/python -m pytest tests/gpu/test_transfer_fuzz.py tests/gpu/test_sanitizers.py $(ARGS)
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev

@@ -180,7 +180,7 @@ def sleepy(seed: int) -> Iterator[None]:
             chaos.sleep()
         copy_in(self, *arguments)
 
-    CudaMover.leave, CudaMover._copy_in = slow_leave, slow_copy_in  # type: ignore[method-assign]
+    CudaMover.leave, CudaMover._copy_in = slow_leave, slow_copy_in  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

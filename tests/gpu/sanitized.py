@@ -1,7 +1,8 @@
 """A few random programs for a checker to watch: python -m tests.gpu.sanitized DIRECTORY [FAULT]
 
 Under TORCH_CUDA_SANITIZER=1 torch looks for accesses that no event orders. It sees operations through the dispatcher,
-which the hooks leave out of users' modes; here they do not.
+which the hooks leave out of users' modes; here they do not. It does not see what
+workers start: the way back from a disk.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def peaks(directory: str, offloaded: bool) -> dict[str, int]:
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(24))).cuda()
     x = torch.randn(8192, 2048, device="cuda")
-    options = {"tiers": ("host",), "device_budget": 0, "window": 128 * MiB, "host_budget": "8GiB"}
+    options: dict[str, Any] = {"tiers": ("host",), "device_budget": 0, "window": 128 * MiB, "host_budget": "8GiB"}
     after = 0
     session = tidegate.attach(model, tidegate.OffloadConfig(disk_paths=directory, **options)) if offloaded else None
     for step in range(3):

@@ -13,6 +13,8 @@ import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
+CHECKER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+
 
 def programs(tmp_path: Path, *arguments: str, prefix: tuple[str, ...] = (), **environment: str) -> tuple[int, str]:
     done = subprocess.run(
@@ -40,9 +42,9 @@ def test_the_stream_sanitizer_sees_a_missing_wait(tmp_path: Path, fault: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.skipif(CHECKER is None, reason="needs compute-sanitizer")
 def test_memcheck_finds_nothing(tmp_path: Path) -> None:
-    prefix = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all")
+    prefix = (str(CHECKER), "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all")
     code, said = programs(tmp_path, prefix=prefix, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     assert code == 0, said[-3000:]
     assert "ERROR SUMMARY: 0 errors" in said
